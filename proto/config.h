@@ -1,7 +1,7 @@
 #pragma once
 // Every option of the engine, once: default, range, help. Flag, --help, TOML key, range check and
-// digest follow from the table in config.cc. The launcher writes the resolved options to a TOML file
-// that scheduler and workers read.
+// digest follow from the table in config.cc. The launcher writes the resolved options to a TOML
+// file that scheduler and workers read.
 
 #include <cstdint>
 #include <string>
@@ -14,41 +14,77 @@ class App;
 
 namespace zipage {
 
+inline constexpr char kVersion[] = "0.1.0";
+
 struct Config {
+  // Folder of a Hugging Face model: config.json, safetensors, tokenizer.json. Required.
   std::string model;
+  // The model's name in results; empty takes the name of its folder.
   std::string served_model_name;
+  // Tensor-parallel ranks, one worker process each.
   int tp = 1;
+  // auto (a GPU if there is one), cpu or cuda.
   std::string device = "auto";
+  // Of weights and activations: auto (what the device computes fastest of what the model fits),
+  // float32, bfloat16 or float16.
   std::string dtype = "auto";
+  // Positions a sequence may have, prompt and output together; 0 takes the model's own limit.
   int64_t max_model_len = 0;
+  // Sequences that run at once, and so rows of per-sequence state in every worker.
   int max_num_seqs = 256;
+  // Tokens of one step, prefill and decode together; at least max_num_seqs.
   int max_num_batched_tokens = 2048;
+  // Positions in one block of KV cache.
   int kvcache_block_size = 256;
+  // Blocks of KV cache; 0 takes as many as memory holds (kv_cache_memory_gb).
   int64_t num_kvcache_blocks = 0;
+  // Memory for KV cache per rank, in GiB; 0 takes a share of what the device has free.
   double kv_cache_memory_gb = 0;
+  // Share full blocks between sequences that begin alike.
   bool enable_prefix_cache = true;
+  // Base of the sampling seeds of requests that give none.
   int64_t seed = 0;
+  // auto takes sampling defaults from the model's generation_config.json, none does not.
   std::string generation_config = "auto";
+  // How CPU ranks add up: auto (shm for ranks of one host), shm (shared memory) or gloo (TCP).
   std::string collective = "auto";
+  // Threads of one CPU worker; 0 divides the cores among the ranks.
   int cpu_threads = 0;
+  // Seconds for workers to load weights and become ready.
   double init_timeout_s = 600;
+  // Seconds without a heartbeat after which a worker counts as hung; 0 never.
   double heartbeat_timeout_s = 30;
+  // Seconds that one step may take; 0 is no limit.
   double step_timeout_s = 0;
+  // Seconds a rank waits for the others in a collective.
   double collective_timeout_s = 120;
+  // Seconds that running requests get to finish after SIGTERM; 0 stops at once.
   double drain_timeout_s = 30;
+  // Longest line of a job file, in MiB; longer ones become error records.
   double max_line_mb = 64;
+  // Where jobs arrive, ipc://PATH or tcp://ADDRESS:PORT; empty is a Unix socket in the run
+  // directory.
   std::string job_endpoint;
+  // The job socket's own CURVE keys (proto/curve_keys.h); empty is no encryption.
   std::string curve_key_file;
+  // Public keys of the clients that the job socket lets in, one a line.
   std::string curve_allowed_clients_file;
+  // Take a tcp:// job_endpoint without CURVE keys: whoever reaches the port can run jobs.
   bool insecure_tcp = false;
+
+  bool operator==(const Config&) const = default;
 };
 
-// Adds every option to `app` as a flag (and as a key of its TOML file), bound to `config`.
+// Adds every option to `app` as a flag (and as a key of its TOML file), bound to `config`, with
+// --config and --version.
 void AddOptions(CLI::App* app, Config* config);
 
-// Parses argv into `config`. --config FILE reads TOML. Dashes in flag names are taken as underscores.
-// Returns kOk to go on, kCancelled if help or version was printed (exit 0), kInvalidArgument with the
-// one line to print otherwise.
+// Parses argv into the Config of AddOptions (which must have been called) and the app's other
+// flags.
+// --config FILE reads TOML; a flag wins over the file and the last of equal flags over the others.
+// Dashes in flag names are taken as underscores.
+// Returns kOk to go on, kCancelled if help or version was printed (exit 0), kInvalidArgument with
+// the one line to print otherwise. Values are only parsed here; Validate checks them.
 absl::Status ParseCommandLine(CLI::App* app, int argc, char** argv);
 
 // Ranges, choices and contradictions; every message names option, value and cure.

@@ -1,6 +1,6 @@
 #pragma once
-// The messages of zipage.capnp as plain structs: what the rooms think in. proto/wire turns them into
-// bytes and back. Every field is described in zipage.capnp.
+// The messages of zipage.capnp as plain structs: what the rooms think in. proto/wire turns them
+// into bytes and back. Every field is described in zipage.capnp.
 
 #include <cstdint>
 #include <string>
@@ -29,6 +29,7 @@ struct Hello {
   uint64_t config_digest = 0;
   int64_t pid = 0;
   std::string device;
+  bool operator==(const Hello&) const = default;
 };
 
 struct Ready {
@@ -39,6 +40,7 @@ struct Ready {
   std::string compute_dtype;
   uint64_t max_positions = 0;
   uint64_t vocab_size = 0;
+  bool operator==(const Ready&) const = default;
 };
 
 enum class WorkerPhase : uint16_t {
@@ -53,6 +55,7 @@ struct Heartbeat {
   uint32_t rank = 0;
   WorkerPhase phase = WorkerPhase::kStarting;
   uint64_t step = 0;
+  bool operator==(const Heartbeat&) const = default;
 };
 
 struct TokenLogprob {
@@ -61,8 +64,8 @@ struct TokenLogprob {
   bool operator==(const TokenLogprob&) const = default;
 };
 
-// A token sampled in a step. `logprobs` is empty unless asked for; its first entry is the token's own,
-// the others are the highest in descending order.
+// A token sampled in a step. `logprobs` is empty unless asked for; its first entry is the token's
+// own, the others are the highest in descending order.
 struct SampledToken {
   SequenceSlot sequence_slot = 0;
   TokenId token = 0;
@@ -77,6 +80,7 @@ struct StepResult {
   std::vector<SequenceSlot> corrupted;
   std::vector<SequenceSlot> finished_compressions;
   uint64_t device_micros = 0;
+  bool operator==(const StepResult&) const = default;
 };
 
 struct WorkerError {
@@ -84,6 +88,7 @@ struct WorkerError {
   uint64_t step = 0;
   uint32_t code = 0;  // absl::StatusCode
   std::string message;
+  bool operator==(const WorkerError&) const = default;
 };
 
 using WorkerMessage = std::variant<Hello, Ready, Heartbeat, StepResult, WorkerError>;
@@ -92,6 +97,7 @@ using WorkerMessage = std::variant<Hello, Ready, Heartbeat, StepResult, WorkerEr
 
 struct Start {
   uint64_t num_kv_blocks = 0;
+  bool operator==(const Start&) const = default;
 };
 
 struct NewSequence {
@@ -146,7 +152,9 @@ struct StepPlan {
   bool operator==(const StepPlan&) const = default;
 };
 
-struct Shutdown {};
+struct Shutdown {
+  bool operator==(const Shutdown&) const = default;
+};
 
 using SchedulerMessage = std::variant<Start, StepPlan, Shutdown>;
 
@@ -158,13 +166,17 @@ struct SubmitJob {
   std::string output_path;
   bool overwrite = false;
   uint64_t num_lines = 0;
+  bool operator==(const SubmitJob&) const = default;
 };
 
 struct CancelJob {
   uint64_t job_id = 0;
+  bool operator==(const CancelJob&) const = default;
 };
 
-struct GetStatus {};
+struct GetStatus {
+  bool operator==(const GetStatus&) const = default;
+};
 
 using ClientMessage = std::variant<SubmitJob, CancelJob, GetStatus>;
 
@@ -185,6 +197,7 @@ struct JobStatus {
   uint64_t output_tokens = 0;
   double seconds = 0;
   std::string error;
+  bool operator==(const JobStatus&) const = default;
 };
 
 struct WorkerStatus {
@@ -194,6 +207,7 @@ struct WorkerStatus {
   uint64_t step = 0;
   double heartbeat_age = 0;
   std::string device;
+  bool operator==(const WorkerStatus&) const = default;
 };
 
 struct EngineStatus {
@@ -218,16 +232,20 @@ struct EngineStatus {
   double device_seconds = 0;
   std::vector<WorkerStatus> workers;
   std::vector<JobStatus> jobs;
+  bool operator==(const EngineStatus&) const = default;
 };
 
 struct JobAccepted {
   uint64_t job_id = 0;
+  bool operator==(const JobAccepted&) const = default;
 };
 struct JobCancelled {
   uint64_t job_id = 0;
+  bool operator==(const JobCancelled&) const = default;
 };
 struct Refused {
   std::string message;
+  bool operator==(const Refused&) const = default;
 };
 
 using ClientReply = std::variant<JobAccepted, JobCancelled, EngineStatus, Refused>;

@@ -1,5 +1,6 @@
 #pragma once
-// Sampling parameters of one request, as the job line gives them and the worker applies them (DESIGN 6).
+// Sampling parameters of one request, as the job line gives them and the worker applies them
+// (DESIGN 6).
 
 #include <cstdint>
 #include <vector>
@@ -22,7 +23,8 @@ struct SamplingParams {
   float presence_penalty = 0.0F;
   // Subtracted times the number of occurrences in the output, in [-2, 2].
   float frequency_penalty = 0.0F;
-  // Key of the counter-based generator; with the sample index and output position it fixes the draw.
+  // Key of the counter-based generator; with the sample index and output position it fixes the
+  // draw.
   uint64_t seed = 0;
   // Tokens to generate at most, end of sequence included; at least 1.
   int32_t max_tokens = 1;

@@ -9,13 +9,14 @@
 #include "absl/strings/string_view.h"
 
 // Returns from the enclosing function if `expr` is an error.
-#define ZIPAGE_RETURN_IF_ERROR(expr)                                 \
-  do {                                                               \
+#define ZIPAGE_RETURN_IF_ERROR(expr)                                  \
+  do {                                                                \
     if (::absl::Status zipage_status = (expr); !zipage_status.ok()) { \
-      return zipage_status;                                          \
-    }                                                                \
+      return zipage_status;                                           \
+    }                                                                 \
   } while (false)
 
+// NOLINTBEGIN(bugprone-macro-parentheses): `lhs` may be a declaration.
 #define ZIPAGE_CONCAT_INNER(a, b) a##b
 #define ZIPAGE_CONCAT(a, b) ZIPAGE_CONCAT_INNER(a, b)
 
@@ -26,6 +27,7 @@
   auto statusor = (expr);                                  \
   if (!statusor.ok()) return std::move(statusor).status(); \
   lhs = *std::move(statusor)
+// NOLINTEND(bugprone-macro-parentheses)
 
 namespace zipage {
 

@@ -2,6 +2,9 @@
 # Whatever crosses a process boundary in Zipage. Fields are described from the sender's point of view.
 # Messages travel unpacked, one per ZeroMQ frame; lists are flat so that a step encodes in microseconds.
 
+using Cxx = import "/capnp/c++.capnp";
+$Cxx.namespace("zipage::schema");
+
 # ---------------------------------------------------------------- worker to scheduler
 
 struct WorkerMessage {

@@ -43,10 +43,9 @@ void AppendNfcOfRun(std::u32string_view run, std::string* out) {
   for (char32_t c : run) {
     utf8proc_int32_t parts[32];
     int last_boundclass = 0;
-    utf8proc_ssize_t n =
-        utf8proc_decompose_char(static_cast<utf8proc_int32_t>(c), parts, 32,
-                                static_cast<utf8proc_option_t>(UTF8PROC_DECOMPOSE | UTF8PROC_STABLE),
-                                &last_boundclass);
+    utf8proc_ssize_t n = utf8proc_decompose_char(
+        static_cast<utf8proc_int32_t>(c), parts, 32,
+        static_cast<utf8proc_option_t>(UTF8PROC_DECOMPOSE | UTF8PROC_STABLE), &last_boundclass);
     if (n < 0 || n > 32) {
       buffer.push_back(static_cast<utf8proc_int32_t>(c));
     } else {
@@ -63,9 +62,9 @@ void AppendNfcOfRun(std::u32string_view run, std::string* out) {
     }
     i = j + 1;
   }
-  utf8proc_ssize_t n = utf8proc_normalize_utf32(
-      buffer.data(), static_cast<utf8proc_ssize_t>(buffer.size()),
-      static_cast<utf8proc_option_t>(UTF8PROC_COMPOSE | UTF8PROC_STABLE));
+  utf8proc_ssize_t n =
+      utf8proc_normalize_utf32(buffer.data(), static_cast<utf8proc_ssize_t>(buffer.size()),
+                               static_cast<utf8proc_option_t>(UTF8PROC_COMPOSE | UTF8PROC_STABLE));
   for (utf8proc_ssize_t i = 0; i < n; ++i) AppendUtf8(static_cast<char32_t>(buffer[i]), out);
 }
 
@@ -154,6 +153,16 @@ std::string NormalizeNfc(std::string_view text) {
     run.clear();
   };
   for (size_t i = 0; i < text.size();) {
+    size_t ascii_end = i;
+    while (ascii_end < text.size() && static_cast<uint8_t>(text[ascii_end]) < 0x80) ++ascii_end;
+    if (ascii_end > i) {  // the last one may still take a mark
+      flush();
+      out.append(text.substr(i, ascii_end - i - 1));
+      run.push_back(static_cast<char32_t>(text[ascii_end - 1]));
+      plain = true;
+      i = ascii_end;
+      continue;
+    }
     Utf8Char c = DecodeUtf8(text.substr(i));
     if (IsNfcInert(c.code_point)) {
       flush();
@@ -170,8 +179,8 @@ std::string NormalizeNfc(std::string_view text) {
 
 bool IsWhiteSpace(char32_t c) {
   return (c >= 0x09 && c <= 0x0D) || c == 0x20 || c == 0x85 || c == 0xA0 || c == 0x1680 ||
-         (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029 || c == 0x202F ||
-         c == 0x205F || c == 0x3000;
+         (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029 || c == 0x202F || c == 0x205F ||
+         c == 0x3000;
 }
 
 bool IsWordChar(char32_t c) {

@@ -1,0 +1,267 @@
+#include "worker/worker.h"
+
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "proto/messages.h"
+#include "proto/transport.h"
+#include "proto/wire.h"
+#include "tests/worker/golden.h"
+
+namespace zipage {
+namespace {
+
+using testing::HasSubstr;
+
+// Plays the scheduler for workers that run as threads.
+class WorkerTest : public testing::Test {
+ protected:
+  WorkerTest() {
+    std::string pattern = testing::TempDir() + "/workerXXXXXX";
+    dir_ = mkdtemp(pattern.data());
+    auto server = transport::ServerSocket::Bind(&context_, "ipc://" + dir_ + "/workers", {});
+    EXPECT_TRUE(server.ok()) << server.status();
+    server_ = *std::move(server);
+    config_.model = LoadGoldenModel("tiny-qwen2/f32").dir;
+    config_.dtype = "float32";
+    config_.kvcache_block_size = 16;
+    config_.num_kvcache_blocks = 40;
+    config_.max_num_seqs = 4;
+    config_.max_num_batched_tokens = 64;
+  }
+  ~WorkerTest() override {
+    for (std::thread& thread : threads_) thread.join();
+    std::filesystem::remove_all(dir_);
+  }
+
+  void StartWorkers(bool shared_memory) {
+    std::shared_ptr<SharedMemory> memory;
+    if (shared_memory) memory = *SharedMemory::Anonymous(1 << 20);
+    statuses_.resize(config_.tp);
+    for (int rank = 0; rank < config_.tp; ++rank) {
+      const WorkerOptions options{.rank = rank,
+                                  .epoch = 3,
+                                  .endpoint = server_->endpoint(),
+                                  .run_dir = dir_,
+                                  .shared_memory = memory};
+      threads_.emplace_back(
+          [this, options] { statuses_[options.rank] = RunWorker(options, config_); });
+    }
+  }
+
+  // The next message that is no heartbeat, with its sender.
+  std::pair<std::string, WorkerMessage> Receive() {
+    while (true) {
+      auto received = server_->Receive();
+      if (!received.has_value()) {
+        transport::WaitReadable({server_.get()}, std::chrono::milliseconds(1000));
+        continue;
+      }
+      auto message = wire::DecodeWorkerMessage(received->bytes);
+      EXPECT_TRUE(message.ok()) << message.status();
+      if (const Heartbeat* heartbeat = std::get_if<Heartbeat>(&*message)) {
+        EXPECT_EQ(received->peer, "heartbeat-" + std::to_string(heartbeat->rank));
+        ++num_heartbeats_;
+        continue;
+      }
+      return {received->peer, *std::move(message)};
+    }
+  }
+  // One message of type T from every rank, in rank order.
+  template <typename T>
+  std::vector<T> ReceiveFromAll() {
+    std::map<std::string, T> messages;
+    while (static_cast<int>(messages.size()) < config_.tp) {
+      auto [peer, message] = Receive();
+      const T* typed = std::get_if<T>(&message);
+      if (typed == nullptr) {
+        const WorkerError* error = std::get_if<WorkerError>(&message);
+        ADD_FAILURE() << "another message from " << peer
+                      << (error != nullptr ? ": " + error->message : "");
+        return std::vector<T>(config_.tp);
+      }
+      EXPECT_EQ(peer, "rank-" + std::to_string(typed->rank));
+      EXPECT_TRUE(messages.emplace(peer, *typed).second);
+    }
+    std::vector<T> in_order;
+    for (auto& [peer, message] : messages) in_order.push_back(message);
+    return in_order;
+  }
+  void Broadcast(const SchedulerMessage& message) {
+    const std::string bytes = wire::Encode(message);
+    for (int rank = 0; rank < config_.tp; ++rank) {
+      const absl::Status sent = server_->Send("rank-" + std::to_string(rank), bytes);
+      EXPECT_TRUE(sent.ok()) << sent;
+    }
+  }
+  void Join() {
+    for (std::thread& thread : threads_) thread.join();
+    threads_.clear();
+  }
+
+  // Hello and Ready of all ranks, then Start.
+  void HandShake() {
+    for (const Hello& hello : ReceiveFromAll<Hello>()) {
+      EXPECT_EQ(hello.protocol_version, kProtocolVersion);
+      EXPECT_EQ(hello.tp, config_.tp);
+      EXPECT_EQ(hello.epoch, 3);
+      EXPECT_EQ(hello.config_digest, Digest(config_));
+      EXPECT_THAT(hello.device, HasSubstr("cpu"));
+    }
+    for (const Ready& ready : ReceiveFromAll<Ready>()) {
+      EXPECT_EQ(ready.num_kv_blocks, 40);
+      EXPECT_EQ(ready.vocab_size, 512);
+      EXPECT_EQ(ready.max_positions, 512);
+      EXPECT_EQ(ready.compute_dtype, "float32");
+      EXPECT_EQ(ready.kv_block_bytes, 2 * 2 * 16 * 32 * sizeof(float));
+      EXPECT_GT(ready.weight_bytes, 0);
+    }
+    Broadcast(Start{.num_kv_blocks = 30});
+  }
+
+  // Plans run one ahead of their results.
+  void RunGolden() {
+    const GoldenPrompt prompt = LoadGoldenModel("tiny-qwen2/f32").prompts[1];
+    StepPlan plan;
+    plan.step = 1;
+    NewSequence added;
+    added.sequence_slot = 2;
+    added.tokens = prompt.ids;
+    added.num_prompt_tokens = prompt.ids.size();
+    added.block_table = {7, 3, 29, 0, 11, 12};
+    added.sampling.temperature = 0;
+    plan.new_sequences = {added};
+    plan.chunks = {{2, 0, 17, true}};
+    Broadcast(plan);
+    std::vector<TokenId> tokens;
+    for (uint64_t step = 1; step <= 64; ++step) {
+      StepPlan decode;
+      decode.step = step + 1;
+      decode.num_decoding = 1;
+      Broadcast(decode);
+      const std::vector<StepResult> results = ReceiveFromAll<StepResult>();
+      for (const StepResult& result : results) ASSERT_EQ(result.step, step);
+      ASSERT_EQ(results[0].sampled.size(), 1);
+      tokens.push_back(results[0].sampled[0].token);
+    }
+    EXPECT_EQ(tokens, prompt.greedy);
+    ReceiveFromAll<StepResult>();
+  }
+
+  void ExpectError(absl::StatusCode code, const std::string& text) {
+    const std::vector<WorkerError> errors = ReceiveFromAll<WorkerError>();
+    Join();
+    for (int rank = 0; rank < config_.tp; ++rank) {
+      EXPECT_EQ(errors[rank].code, static_cast<uint32_t>(code)) << errors[rank].message;
+      EXPECT_THAT(errors[rank].message, HasSubstr(text));
+      EXPECT_EQ(std::string(statuses_[rank].message()), errors[rank].message);
+    }
+  }
+
+  Config config_;
+  std::string dir_;
+  transport::Context context_;
+  std::unique_ptr<transport::ServerSocket> server_;
+  std::vector<absl::Status> statuses_;
+  std::vector<std::thread> threads_;
+  int num_heartbeats_ = 0;
+};
+
+TEST_F(WorkerTest, GoesFromHelloToShutdown) {
+  StartWorkers(false);
+  HandShake();
+  RunGolden();
+  Broadcast(Shutdown());
+  Join();
+  EXPECT_TRUE(statuses_[0].ok()) << statuses_[0];
+  EXPECT_GE(num_heartbeats_, 1);
+}
+
+TEST_F(WorkerTest, TwoRanksAgreeOverSharedMemory) {
+  config_.tp = 2;
+  StartWorkers(true);
+  HandShake();
+  RunGolden();
+  Broadcast(Shutdown());
+  Join();
+  for (const absl::Status& status : statuses_) EXPECT_TRUE(status.ok()) << status;
+}
+
+TEST_F(WorkerTest, TwoRanksAgreeOverGloo) {
+  config_.tp = 2;
+  config_.collective = "gloo";
+  StartWorkers(false);
+  HandShake();
+  RunGolden();
+  Broadcast(Shutdown());
+  Join();
+  for (const absl::Status& status : statuses_) EXPECT_TRUE(status.ok()) << status;
+}
+
+TEST_F(WorkerTest, ShutsDownBeforeStart) {
+  StartWorkers(false);
+  ReceiveFromAll<Hello>();
+  ReceiveFromAll<Ready>();
+  Broadcast(Shutdown());
+  Join();
+  EXPECT_TRUE(statuses_[0].ok()) << statuses_[0];
+}
+
+TEST_F(WorkerTest, AMissingModelIsReported) {
+  config_.model = dir_ + "/nothing";
+  StartWorkers(false);
+  ReceiveFromAll<Hello>();
+  ExpectError(absl::StatusCode::kNotFound, dir_ + "/nothing");
+}
+
+TEST_F(WorkerTest, TensorParallelSizesThatDoNotDivideAreReported) {
+  config_.tp = 3;
+  StartWorkers(true);
+  ReceiveFromAll<Hello>();
+  ExpectError(absl::StatusCode::kInvalidArgument, "tp");
+}
+
+TEST_F(WorkerTest, Float16IsReportedWithTheCure) {
+  config_.dtype = "float16";
+  StartWorkers(false);
+  ReceiveFromAll<Hello>();
+  ExpectError(absl::StatusCode::kInvalidArgument, "use dtype auto or float32");
+}
+
+TEST_F(WorkerTest, AStartWithMoreBlocksThanFitIsReported) {
+  StartWorkers(false);
+  ReceiveFromAll<Hello>();
+  ReceiveFromAll<Ready>();
+  Broadcast(Start{.num_kv_blocks = 41});
+  ExpectError(absl::StatusCode::kInternal, "41");
+}
+
+TEST_F(WorkerTest, AWrongPlanIsReportedByEveryRank) {
+  config_.tp = 2;
+  StartWorkers(true);
+  HandShake();
+  StepPlan plan;
+  plan.step = 1;
+  plan.num_decoding = 1;
+  Broadcast(plan);
+  ExpectError(absl::StatusCode::kInternal, "step 1: the plan decodes 1 slots, 0 slots decode");
+}
+
+TEST_F(WorkerTest, ACompressionIsUnimplemented) {
+  StartWorkers(false);
+  HandShake();
+  StepPlan plan;
+  plan.step = 1;
+  plan.compressions.push_back({0, {1}, {1}});
+  Broadcast(plan);
+  ExpectError(absl::StatusCode::kUnimplemented, "compressions");
+}
+
+}  // namespace
+}  // namespace zipage

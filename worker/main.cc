@@ -1,0 +1,93 @@
+// zipage-worker: one tensor-parallel rank as a process. Started by zipage-launch, which reports the
+// error that is printed here and whose end is this process's end.
+
+#include <glog/logging.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <cerrno>
+#include <cstdio>
+#include <string>
+#include <thread>
+
+#include "proto/config.h"
+#include "worker/worker.h"
+
+namespace {
+
+// Ends the process when the launcher's end of the pipe closes, however the launcher dies. Also
+// covers a launcher that died before the process asked for its death signal.
+void DieWithPipe(int fd) {
+  std::thread([fd] {
+    char byte;
+    while (true) {
+      const ssize_t got = read(fd, &byte, 1);
+      if (got == 0 || (got < 0 && errno != EINTR)) _exit(1);
+    }
+  }).detach();
+}
+
+void PrintPrefix(std::ostream& out, const google::LogMessageInfo& info, void* rank) {
+  out << info.severity[0] << " worker " << *static_cast<const int*>(rank) << " " << info.filename
+      << ':' << info.line_number << ']';
+}
+
+int Run(int argc, char** argv, int* rank) {
+  zipage::Config config;
+  zipage::WorkerOptions options;
+  int shm_fd = -1;
+  int life_fd = -1;
+  CLI::App app("Zipage worker: one tensor-parallel rank; started by zipage-launch",
+               "zipage-worker");
+  zipage::AddOptions(&app, &config);
+  app.add_option("--rank", *rank, "Tensor-parallel rank, from 0");
+  app.add_option("--epoch", options.epoch, "Life of the set of workers, from 1");
+  app.add_option("--endpoint", options.endpoint, "The scheduler's socket for workers")->required();
+  app.add_option("--run_dir", options.run_dir, "The engine's private directory");
+  app.add_option("--shm_fd", shm_fd, "File descriptor of the ranks' shared memory");
+  app.add_option("--life_fd", life_fd, "Read end of a pipe; the worker ends when it closes");
+  absl::Status status = zipage::ParseCommandLine(&app, argc, argv);
+  if (absl::IsCancelled(status)) return 0;
+  if (status.ok()) status = zipage::Validate(config);
+  if (status.ok() && (*rank < 0 || *rank >= config.tp)) {
+    status = absl::InvalidArgumentError("rank is " + std::to_string(*rank) + ", tp is " +
+                                        std::to_string(config.tp) + "; give a rank below tp");
+  }
+  if (!status.ok()) {
+    fprintf(stderr, "zipage-worker: %s\n", std::string(status.message()).c_str());
+    return 2;
+  }
+  options.rank = *rank;
+  if (life_fd >= 0) DieWithPipe(life_fd);
+  // A terminal sends SIGINT to the whole group; the launcher decides what becomes of the worker.
+  signal(SIGINT, SIG_IGN);
+  signal(SIGTERM, SIG_IGN);
+  signal(SIGPIPE, SIG_IGN);
+  if (shm_fd >= 0) {
+    absl::StatusOr<std::shared_ptr<zipage::SharedMemory>> memory =
+        zipage::SharedMemory::Map(shm_fd);
+    close(shm_fd);
+    status = memory.status();
+    if (memory.ok()) options.shared_memory = *std::move(memory);
+  }
+  if (status.ok()) status = zipage::RunWorker(options, config);
+  if (status.ok()) return 0;
+  fprintf(stderr, "zipage-worker: rank %d: %s\n", *rank, std::string(status.message()).c_str());
+  return 1;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  // Ends with the launcher. One that is gone by now sends no signal: the parent has changed, or the
+  // life pipe is closed.
+  const pid_t parent = getppid();
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (getppid() != parent) return 1;
+  int rank = 0;
+  FLAGS_logtostderr = true;
+  google::InitGoogleLogging(argv[0], &PrintPrefix, &rank);
+  return Run(argc, argv, &rank);
+}
