@@ -113,8 +113,8 @@ constexpr Option kOptions[] = {
      &Config::job_endpoint,
      {},
      kLocal,
-     "Where jobs arrive, ipc://PATH or tcp://ADDRESS:PORT; empty is a Unix socket in the run "
-     "directory."},
+     "Where jobs arrive besides the Unix socket in the run directory: ipc://PATH or "
+     "tcp://ADDRESS:PORT; empty is nowhere"},
     {"curve_key_file",
      &Config::curve_key_file,
      {},

@@ -62,8 +62,8 @@ struct Config {
   double drain_timeout_s = 30;
   // Longest line of a job file, in MiB; longer ones become error records.
   double max_line_mb = 64;
-  // Where jobs arrive, ipc://PATH or tcp://ADDRESS:PORT; empty is a Unix socket in the run
-  // directory.
+  // Where jobs arrive besides the Unix socket in the run directory: ipc://PATH or
+  // tcp://ADDRESS:PORT; empty is nowhere.
   std::string job_endpoint;
   // The job socket's own CURVE keys (proto/curve_keys.h); empty is no encryption.
   std::string curve_key_file;

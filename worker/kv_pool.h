@@ -24,7 +24,7 @@ struct KvShape {
     return static_cast<size_t>(block_size) * kv_heads * head_dim * DTypeSize(dtype);
   }
   // Of one block over all layers, keys and values.
-  size_t block_bytes() const { return 2 * num_layers * plane_bytes(); }
+  size_t block_bytes() const { return size_t{2} * num_layers * plane_bytes(); }
 };
 
 // Blocks that fit on this rank: num_kvcache_blocks or kv_cache_memory_gb (of this rank) if given,
@@ -42,13 +42,13 @@ class KvPool {
   const KvShape& shape() const { return shape_; }
   int64_t num_blocks() const { return num_blocks_; }
   // Device, [num_blocks, block_size, kv_heads, head_dim] of shape().dtype.
-  void* key(int layer) const { return Plane(2 * layer); }
-  void* value(int layer) const { return Plane(2 * layer + 1); }
+  void* key(int layer) const { return Plane(int64_t{2} * layer); }
+  void* value(int layer) const { return Plane(int64_t{2} * layer + 1); }
 
  private:
   KvPool(const KvShape& shape, int64_t num_blocks, DeviceMemory memory)
       : shape_(shape), num_blocks_(num_blocks), memory_(std::move(memory)) {}
-  void* Plane(int index) const {
+  void* Plane(int64_t index) const {
     return memory_.as<uint8_t>() + index * num_blocks_ * shape_.plane_bytes();
   }
 

@@ -1,5 +1,5 @@
-// zipage-worker: one tensor-parallel rank as a process. Started by zipage-launch, which reports the
-// error that is printed here and whose end is this process's end.
+// zipage-worker: one tensor-parallel rank as a process. Started by zipage-launch, whose end is this
+// process's end.
 
 #include <glog/logging.h>
 #include <signal.h>
@@ -9,6 +9,7 @@
 #include <CLI/CLI.hpp>
 #include <cerrno>
 #include <cstdio>
+#include <exception>
 #include <string>
 #include <thread>
 
@@ -34,11 +35,18 @@ void PrintPrefix(std::ostream& out, const google::LogMessageInfo& info, void* ra
       << ':' << info.line_number << ']';
 }
 
+// Tells why the process ends, to the launcher or, without one, to the terminal.
+void Report(const absl::Status& status, int error_fd) {
+  const std::string line = std::string(status.message()) + "\n";
+  if (error_fd < 0 || write(error_fd, line.data(), line.size()) < 0) fputs(line.c_str(), stderr);
+}
+
 int Run(int argc, char** argv, int* rank) {
   zipage::Config config;
   zipage::WorkerOptions options;
   int shm_fd = -1;
   int life_fd = -1;
+  int error_fd = -1;
   CLI::App app("Zipage worker: one tensor-parallel rank; started by zipage-launch",
                "zipage-worker");
   zipage::AddOptions(&app, &config);
@@ -48,6 +56,7 @@ int Run(int argc, char** argv, int* rank) {
   app.add_option("--run_dir", options.run_dir, "The engine's private directory");
   app.add_option("--shm_fd", shm_fd, "File descriptor of the ranks' shared memory");
   app.add_option("--life_fd", life_fd, "Read end of a pipe; the worker ends when it closes");
+  app.add_option("--error_fd", error_fd, "Pipe that takes the reason of a failure");
   absl::Status status = zipage::ParseCommandLine(&app, argc, argv);
   if (absl::IsCancelled(status)) return 0;
   if (status.ok()) status = zipage::Validate(config);
@@ -56,7 +65,7 @@ int Run(int argc, char** argv, int* rank) {
                                         std::to_string(config.tp) + "; give a rank below tp");
   }
   if (!status.ok()) {
-    fprintf(stderr, "zipage-worker: %s\n", std::string(status.message()).c_str());
+    Report(status, error_fd);
     return 2;
   }
   options.rank = *rank;
@@ -74,7 +83,7 @@ int Run(int argc, char** argv, int* rank) {
   }
   if (status.ok()) status = zipage::RunWorker(options, config);
   if (status.ok()) return 0;
-  fprintf(stderr, "zipage-worker: rank %d: %s\n", *rank, std::string(status.message()).c_str());
+  Report(status, error_fd);
   return 1;
 }
 
@@ -87,7 +96,12 @@ int main(int argc, char** argv) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (getppid() != parent) return 1;
   int rank = 0;
-  FLAGS_logtostderr = true;
-  google::InitGoogleLogging(argv[0], &PrintPrefix, &rank);
-  return Run(argc, argv, &rank);
+  try {
+    FLAGS_logtostderr = true;
+    google::InitGoogleLogging(argv[0], &PrintPrefix, &rank);
+    return Run(argc, argv, &rank);
+  } catch (const std::exception& e) {
+    fprintf(stderr, "zipage-worker: rank %d: %s\n", rank, e.what());
+    return 1;
+  }
 }

@@ -128,7 +128,7 @@ class Worker {
   absl::Status Load();
   absl::Status WaitForStart();
   absl::Status RunPlans();
-  absl::Status Send(WorkerMessage message) { return socket_->Send(wire::Encode(message)); }
+  absl::Status Send(const WorkerMessage& message) { return socket_->Send(wire::Encode(message)); }
   // Waits as long as it takes.
   absl::StatusOr<SchedulerMessage> Receive();
 
@@ -257,8 +257,8 @@ absl::Status Worker::RunPlans() {
     if (plan == nullptr) return absl::InternalError("a second Start arrived");
     progress_.step = plan->step;
     progress_.phase = WorkerPhase::kRunning;
-    ZIPAGE_ASSIGN_OR_RETURN(StepResult result, runner_->Run(*plan));
-    ZIPAGE_RETURN_IF_ERROR(Send(std::move(result)));
+    ZIPAGE_ASSIGN_OR_RETURN(const StepResult result, runner_->Run(*plan));
+    ZIPAGE_RETURN_IF_ERROR(Send(result));
   }
 }
 

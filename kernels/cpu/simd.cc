@@ -15,10 +15,9 @@ int DetectLanes() {
   const bool has_v4 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vl");
+  // Every CPU with these has F16C, LZCNT and MOVBE too, which complete x86-64-v3.
   const bool has_v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                      __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
-                      __builtin_cpu_supports("f16c") && __builtin_cpu_supports("lzcnt") &&
-                      __builtin_cpu_supports("movbe");
+                      __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
   if (allows_avx512 && has_v4 && has_v3) return 16;
   if (allows_avx2 && has_v3) return 8;
 #endif

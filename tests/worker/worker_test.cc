@@ -1,5 +1,6 @@
 #include "worker/worker.h"
 
+#include <deque>
 #include <filesystem>
 #include <map>
 #include <memory>
@@ -73,25 +74,29 @@ class WorkerTest : public testing::Test {
       return {received->peer, *std::move(message)};
     }
   }
-  // One message of type T from every rank, in rank order.
+  // The next message of every rank, which must be a T, in rank order. Ranks do not wait for each
+  // other, so what one sends later may come first.
   template <typename T>
   std::vector<T> ReceiveFromAll() {
-    std::map<std::string, T> messages;
-    while (static_cast<int>(messages.size()) < config_.tp) {
-      auto [peer, message] = Receive();
-      const T* typed = std::get_if<T>(&message);
-      if (typed == nullptr) {
-        const WorkerError* error = std::get_if<WorkerError>(&message);
-        ADD_FAILURE() << "another message from " << peer
-                      << (error != nullptr ? ": " + error->message : "");
-        return std::vector<T>(config_.tp);
+    std::vector<T> messages(config_.tp);
+    for (int rank = 0; rank < config_.tp; ++rank) {
+      const std::string peer = "rank-" + std::to_string(rank);
+      while (pending_[peer].empty()) {
+        auto [sender, message] = Receive();
+        pending_[sender].push_back(std::move(message));
       }
-      EXPECT_EQ(peer, "rank-" + std::to_string(typed->rank));
-      EXPECT_TRUE(messages.emplace(peer, *typed).second);
+      const WorkerMessage message = std::move(pending_[peer].front());
+      pending_[peer].pop_front();
+      if (const T* typed = std::get_if<T>(&message)) {
+        messages[rank] = *typed;
+        EXPECT_EQ(typed->rank, rank);
+        continue;
+      }
+      const WorkerError* error = std::get_if<WorkerError>(&message);
+      ADD_FAILURE() << "another message from " << peer
+                    << (error != nullptr ? ": " + error->message : "");
     }
-    std::vector<T> in_order;
-    for (auto& [peer, message] : messages) in_order.push_back(message);
-    return in_order;
+    return messages;
   }
   void Broadcast(const SchedulerMessage& message) {
     const std::string bytes = wire::Encode(message);
@@ -170,6 +175,7 @@ class WorkerTest : public testing::Test {
   std::unique_ptr<transport::ServerSocket> server_;
   std::vector<absl::Status> statuses_;
   std::vector<std::thread> threads_;
+  std::map<std::string, std::deque<WorkerMessage>> pending_;  // by sender
   int num_heartbeats_ = 0;
 };
 
