@@ -32,12 +32,12 @@ struct SampleRow {
   int32_t num_logprobs = -1;  // most probable tokens to report; -1: no log-probabilities at all
 };
 
-struct TokenLogprob {
+struct SampleLogprob {
   int32_t token;
   float logprob;
 };
 
-struct SampledToken {
+struct SampleResult {
   int32_t token;
   // Valid with num_logprobs >= 0.
   float logprob;  // of `token`, from the untouched logits at temperature 1
@@ -68,10 +68,10 @@ struct SampledToken {
 struct SampleParams {
   float* logits;          // [num_rows, vocab], rows logits_stride apart
   const SampleRow* rows;  // [num_rows]
-  SampledToken* sampled;  // [num_rows]
+  SampleResult* sampled;  // [num_rows]
   // [num_rows, max_logprobs], filled up to min(num_logprobs, vocab); may be null if no row asks for
   // any
-  TokenLogprob* top_logprobs;
+  SampleLogprob* top_logprobs;
   int64_t num_rows;
   int64_t vocab;  // up to 2^20
   int64_t logits_stride;

@@ -16,12 +16,7 @@
 #include "kernels/paged_attention.h"
 #include "kernels/rms_norm.h"
 #include "kernels/rope.h"
-// proto/messages.h has structs of the same names as two of kernels/sample.h.
-#define TokenLogprob SampleLogprob
-#define SampledToken SampleResult
 #include "kernels/sample.h"
-#undef TokenLogprob
-#undef SampledToken
 #include "kernels/silu_mul.h"
 #include "kernels/tensor.h"
 #include "proto/status.h"

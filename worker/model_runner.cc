@@ -12,7 +12,7 @@ void Upload(const std::vector<T>& values, const DeviceMemory& memory, Backend* b
   backend->CopyToDevice(memory.as(), values.data(), values.size() * sizeof(T));
 }
 
-SampleRow MakeSampleRow(const Sequence& sequence) {
+SampleRow MakeSampleRow(const SequenceState& sequence) {
   const SamplingParams& p = sequence.sampling;
   SampleRow row{.temperature = p.temperature,
                 .top_p = p.top_p,

@@ -11,7 +11,7 @@ bool HasPenalty(const SamplingParams& p) {
   return p.repetition_penalty != 1.0F || p.presence_penalty != 0.0F || p.frequency_penalty != 0.0F;
 }
 
-void See(TokenId token, bool is_output, Sequence* sequence) {
+void See(TokenId token, bool is_output, SequenceState* sequence) {
   const auto [it, is_new] =
       sequence->seen_index.try_emplace(token, static_cast<int32_t>(sequence->seen.size()));
   if (is_new) sequence->seen.push_back({.token = token, .output_count = 0});
@@ -78,7 +78,7 @@ absl::Status SequenceStates::CheckBlock(SequenceSlot slot, BlockId block) const 
 
 absl::Status SequenceStates::Release(SequenceSlot slot) {
   ZIPAGE_RETURN_IF_ERROR(CheckUsed(slot, "a release"));
-  sequences_[slot] = Sequence();
+  sequences_[slot] = SequenceState();
   return absl::OkStatus();
 }
 
@@ -87,7 +87,7 @@ absl::Status SequenceStates::Add(const NewSequence& added) {
   if (slot < 0 || slot >= limits_.max_num_seqs) {
     return Mismatch("a new sequence names slot ", slot, ", there are ", limits_.max_num_seqs);
   }
-  Sequence& sequence = sequences_[slot];
+  SequenceState& sequence = sequences_[slot];
   if (sequence.used) return Mismatch("a new sequence names slot ", slot, ", which is used");
   const auto num_tokens = static_cast<int64_t>(added.tokens.size());
   if (added.num_prompt_tokens > num_tokens) {
@@ -134,7 +134,7 @@ absl::Status SequenceStates::AppendBlock(const AppendedBlock& appended) {
 }
 
 absl::Status SequenceStates::Run(SequenceSlot slot, int64_t num_tokens, StepRow* row) {
-  Sequence& sequence = sequences_[slot];
+  SequenceState& sequence = sequences_[slot];
   const int64_t covered = static_cast<int64_t>(sequence.block_table.size()) * limits_.block_size;
   if (sequence.num_cached + num_tokens > covered) {
     return Mismatch("slot ", slot, " runs ", num_tokens, " tokens from cached length ",
@@ -173,7 +173,7 @@ absl::Status SequenceStates::RunDecoding(const StepPlan& plan) {
 absl::Status SequenceStates::RunChunk(const PrefillChunk& chunk) {
   const SequenceSlot slot = chunk.sequence_slot;
   ZIPAGE_RETURN_IF_ERROR(CheckUsed(slot, "a chunk"));
-  Sequence& sequence = sequences_[slot];
+  SequenceState& sequence = sequences_[slot];
   if (sequence.decodes) return Mismatch("slot ", slot, " gets a chunk, but it decodes");
   if (chunk.start != sequence.num_cached) {
     return Mismatch("slot ", slot, " gets a chunk from ", chunk.start, ", its cached length is ",
@@ -202,7 +202,7 @@ absl::Status SequenceStates::RunChunk(const PrefillChunk& chunk) {
 }
 
 void SequenceStates::AppendOutput(SequenceSlot slot, TokenId token) {
-  Sequence& sequence = sequences_[slot];
+  SequenceState& sequence = sequences_[slot];
   ++sequence.num_output;
   if (HasPenalty(sequence.sampling)) See(token, /*is_output=*/true, &sequence);
 }

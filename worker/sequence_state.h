@@ -17,7 +17,7 @@
 
 namespace zipage {
 
-struct Sequence {
+struct SequenceState {
   bool used = false;
   bool decodes = false;
   std::vector<BlockId> block_table;
@@ -62,7 +62,7 @@ class SequenceStates {
   // the plan. Valid until the next Apply.
   const std::vector<StepRow>& rows() const { return rows_; }
 
-  const Sequence& at(SequenceSlot slot) const { return sequences_[slot]; }
+  const SequenceState& at(SequenceSlot slot) const { return sequences_[slot]; }
   // Counts a token that was sampled for the slot. REQUIRES: it samples in the last applied plan.
   void AppendOutput(SequenceSlot slot, TokenId token);
 
@@ -81,7 +81,7 @@ class SequenceStates {
 
   Limits limits_;
   uint64_t step_ = 0;
-  std::vector<Sequence> sequences_;  // [max_num_seqs]
+  std::vector<SequenceState> sequences_;  // [max_num_seqs]
   std::vector<StepRow> rows_;
   int64_t num_rows_tokens_ = 0;
   std::vector<std::vector<TokenId>> prefilled_;  // tokens that rows_ may still point to

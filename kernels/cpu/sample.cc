@@ -165,8 +165,8 @@ int32_t DrawFiltered(const float* logits, int64_t vocab, float max, const Sample
 }
 
 // Fills in log-probabilities of a sampled token. `max` is the largest of the untouched logits.
-void Report(const float* logits, int64_t vocab, float max, int32_t num_top, SampledToken* sampled,
-            TokenLogprob* top) {
+void Report(const float* logits, int64_t vocab, float max, int32_t num_top, SampleResult* sampled,
+            SampleLogprob* top) {
   const auto sum = static_cast<double>(SumWeights(logits, vocab, max, 1.0F));
   const double log_sum = max + std::log(sum / static_cast<double>(kUnitWeight));
   const float own = logits[sampled->token];
@@ -182,8 +182,8 @@ void Report(const float* logits, int64_t vocab, float max, int32_t num_top, Samp
 }
 
 // False if the row cannot be sampled.
-bool SampleOne(float* logits, int64_t vocab, const SampleRow& row, SampledToken* sampled,
-               TokenLogprob* top) {
+bool SampleOne(float* logits, int64_t vocab, const SampleRow& row, SampleResult* sampled,
+               SampleLogprob* top) {
   *sampled = {};
   const Top untouched = FindTop(logits, vocab);
   if (!untouched.valid) return false;
@@ -220,7 +220,7 @@ absl::Status Sample(const SampleParams& p) {
   std::atomic<int64_t> first_bad = p.num_rows;
 #pragma omp parallel for schedule(dynamic, 1) if (p.num_rows > 1)
   for (int64_t r = 0; r < p.num_rows; ++r) {
-    TokenLogprob* top = p.top_logprobs != nullptr ? p.top_logprobs + r * p.max_logprobs : nullptr;
+    SampleLogprob* top = p.top_logprobs != nullptr ? p.top_logprobs + r * p.max_logprobs : nullptr;
     if (SampleOne(p.logits + r * p.logits_stride, p.vocab, p.rows[r], p.sampled + r, top)) continue;
     int64_t seen = first_bad.load();
     while (r < seen && !first_bad.compare_exchange_weak(seen, r)) {

@@ -109,7 +109,7 @@ absl::Status Sample(const SampleParams& p) {
     if (!Usable(z) || !Usable(adjusted)) {
       return absl::InternalError(absl::StrFormat("row %d has no token to sample", r));
     }
-    SampledToken& sampled = p.sampled[r];
+    SampleResult& sampled = p.sampled[r];
     sampled = {Draw(adjusted, row), 0.0F, 0};
     if (row.num_logprobs < 0) continue;
     const std::vector<Token> order = Sorted(z, 1.0F);

@@ -78,6 +78,7 @@ std::optional<double> ParseFloat(std::string_view text) {
 
 Value Float(Runtime* rt, const Value& in, const Args& args) {
   BoundArgs bound(rt, "float", args, {"default"});
+  if (in.is_undefined()) rt->Fail(in.undefined_message());
   if (in.is_number()) return Value(in.number());
   std::optional<double> value;
   if (in.is_string()) value = ParseFloat(in.as_string());
@@ -86,6 +87,7 @@ Value Float(Runtime* rt, const Value& in, const Args& args) {
 
 Value Int(Runtime* rt, const Value& in, const Args& args) {
   BoundArgs bound(rt, "int", args, {"default", "base"});
+  if (in.is_undefined()) rt->Fail(in.undefined_message());
   if (bound.Int(1, 10) != 10) rt->Unsupported("int with another base than 10");
   if (in.index()) return Value(*in.index());
   std::optional<double> number;

@@ -274,7 +274,7 @@ ExprPtr Parser::ParseTarget(bool with_namespace) {
   bool in_parentheses = SkipOperator("(");
   bool is_tuple = false;
   do {
-    if (Current().type != Type::kName && is_tuple) break;  // a comma at the end
+    if (is_tuple && Current().IsOperator(")")) break;  // a comma at the end
     ExprBox name = New(Expr::Kind::kName, Current().line);
     name->name = TakeName();
     for (std::string_view constant : {"true", "false", "none", "True", "False", "None"}) {
@@ -286,7 +286,7 @@ ExprPtr Parser::ParseTarget(bool with_namespace) {
     }
     AddArg(tuple.get(), std::move(name));
     is_tuple = is_tuple || Current().IsOperator(",");
-  } while (ok() && SkipOperator(",") && !Current().IsName("in"));
+  } while (ok() && SkipOperator(","));
   if (in_parentheses) Expect(Type::kOperator, ")");
   if (is_tuple || tuple->args.size() != 1) return tuple;
   return std::move(tuple->args[0]);

@@ -3,6 +3,7 @@
 // (include, import, block, call, recursive loops, *args, ...) is an Unimplemented error that names
 // it and its line. Pure.
 
+#include <string_view>
 #include <vector>
 
 #include "absl/status/statusor.h"

@@ -3,6 +3,7 @@
 // One parse, one thread. After the first error every method returns quickly and advances to the
 // end.
 
+#include <algorithm>
 #include <initializer_list>
 #include <memory>
 #include <string>

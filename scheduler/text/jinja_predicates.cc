@@ -43,6 +43,7 @@ bool TestType(const Value& v, std::string_view name) {
 }
 
 bool TestInteger(Runtime* rt, const Value& v, std::string_view name, const Args& args) {
+  if (name != "divisibleby" && !args.positional.empty()) rt->Fail("odd and even take no argument");
   BoundArgs bound(rt, name, args, {"num"});
   int64_t divisor = name == "divisibleby" ? bound.Int(0, 0) : 2;
   if (v.is_undefined()) rt->Fail(v.undefined_message());

@@ -4,9 +4,11 @@
 //
 // Runs the worker's own model runner on step plans, without other processes. Prints for every batch
 // size tokens/s, the bytes a step must read (matrices once, keys and values of every sequence), and
-// the ratio of its bytes/s to the read bandwidth measured just before and after with the same threads.
+// the ratio of its bytes/s to the read bandwidth measured just before and after with the same
+// threads.
 
 #include <omp.h>
+#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -71,8 +73,8 @@ absl::StatusOr<Measurement> Measure(Config config, int batch, int steps, int con
   ZIPAGE_ASSIGN_OR_RETURN(
       const DType dtype,
       backend.ResolveDType(config.dtype, checkpoint.Get("model.embed_tokens.weight").dtype));
-  ZIPAGE_ASSIGN_OR_RETURN(Weights weights, LoadWeights(model, checkpoint, 0, 1, dtype,
-                                                       model.max_position, &backend));
+  ZIPAGE_ASSIGN_OR_RETURN(
+      Weights weights, LoadWeights(model, checkpoint, 0, 1, dtype, model.max_position, &backend));
   Measurement measured;
   measured.bytes_per_step = MatrixBytes(weights);
   const KvShape shape = {.num_layers = model.num_layers,
@@ -85,8 +87,7 @@ absl::StatusOr<Measurement> Measure(Config config, int batch, int steps, int con
       Transformer transformer,
       Transformer::Create(model, std::move(weights), config.max_num_batched_tokens, &collective,
                           &backend));
-  ZIPAGE_ASSIGN_OR_RETURN(KvPool pool,
-                          KvPool::Create(shape, config.num_kvcache_blocks, &backend));
+  ZIPAGE_ASSIGN_OR_RETURN(KvPool pool, KvPool::Create(shape, config.num_kvcache_blocks, &backend));
   ZIPAGE_ASSIGN_OR_RETURN(auto runner, ModelRunner::Create(config, std::move(transformer),
                                                            std::move(pool), &collective, &backend));
   uint64_t step = 0;
@@ -129,7 +130,8 @@ int Main(int argc, char** argv) {
   AddOptions(&app, &config);
   app.add_option("--batches", batches, "Batch sizes")->delimiter(',');
   app.add_option("--steps", steps, "Decode steps to time")->check(CLI::PositiveNumber);
-  app.add_option("--context", context, "Prompt tokens of every sequence")->check(CLI::Range(1, 400));
+  app.add_option("--context", context, "Prompt tokens of every sequence")
+      ->check(CLI::Range(1, 400));
   const absl::Status parsed = ParseCommandLine(&app, argc, argv);
   if (!parsed.ok()) {
     std::fprintf(stderr, "%s\n", std::string(parsed.message()).c_str());
@@ -157,4 +159,12 @@ int Main(int argc, char** argv) {
 }  // namespace
 }  // namespace zipage
 
-int main(int argc, char** argv) { return zipage::Main(argc, argv); }
+int main(int argc, char** argv) {
+  // As in an engine, threads that wait must not spin; the OpenMP library reads this when it is
+  // loaded.
+  if (getenv("OMP_WAIT_POLICY") == nullptr) {
+    setenv("OMP_WAIT_POLICY", "passive", 1);
+    execv("/proc/self/exe", argv);
+  }
+  return zipage::Main(argc, argv);
+}

@@ -244,7 +244,7 @@ void SampleBench(benchmark::State& state) {
   row.temperature = static_cast<float>(state.range(0)) / 10;
   row.top_k = static_cast<int32_t>(state.range(1));
   row.top_p = static_cast<float>(state.range(2)) / 100;
-  SampledToken sampled;
+  SampleResult sampled;
   const double start = SecondsNow();
   for (auto _ : state) {
     ++row.position;

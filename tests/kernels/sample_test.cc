@@ -16,8 +16,8 @@ namespace {
 
 struct Outcome {
   absl::Status status;
-  std::vector<SampledToken> sampled;
-  std::vector<TokenLogprob> top;
+  std::vector<SampleResult> sampled;
+  std::vector<SampleLogprob> top;
 };
 
 Outcome RunSample(decltype(&cpu::Sample) function, std::vector<float>* logits,
@@ -26,7 +26,7 @@ Outcome RunSample(decltype(&cpu::Sample) function, std::vector<float>* logits,
   const auto vocab = static_cast<int64_t>(logits->size()) / num_rows;
   Outcome outcome;
   outcome.sampled.resize(rows.size());
-  outcome.top.resize(rows.size() * max_logprobs, TokenLogprob{-7, 0});
+  outcome.top.resize(rows.size() * max_logprobs, SampleLogprob{-7, 0});
   outcome.status = function({logits->data(), rows.data(), outcome.sampled.data(),
                              outcome.top.data(), num_rows, vocab, vocab, max_logprobs});
   return outcome;

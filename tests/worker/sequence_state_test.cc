@@ -245,7 +245,7 @@ TEST(SequenceStateTest, RandomPlansNeverBreakAnInvariant) {
       plan = StepPlan();
       plan.step = step;
       for (SequenceSlot slot = 0; slot < kLimits.max_num_seqs; ++slot) {
-        const Sequence& sequence = states.at(slot);
+        const SequenceState& sequence = states.at(slot);
         if (!sequence.used) {
           if (draw(0, 3) != 0) continue;
           plan.new_sequences.push_back(MakeSequence(draw(0, 21)));
@@ -271,7 +271,7 @@ TEST(SequenceStateTest, RandomPlansNeverBreakAnInvariant) {
       ++accepted;
       int64_t tokens = 0;
       for (const StepRow& row : states.rows()) {
-        const Sequence& sequence = states.at(row.sequence_slot);
+        const SequenceState& sequence = states.at(row.sequence_slot);
         ASSERT_TRUE(sequence.used);
         ASSERT_EQ(row.first_cached + row.num_tokens, sequence.num_cached);
         ASSERT_LE(sequence.num_cached,
