@@ -1,6 +1,5 @@
 #include "launcher/engine_run.h"
 
-#include <glog/logging.h>
 #include <signal.h>
 #include <sys/wait.h>
 
@@ -21,6 +20,9 @@ using Clock = std::chrono::steady_clock;
 constexpr std::chrono::milliseconds kTurn{50};
 // For processes to end once there is nothing left to do, and beyond the drain limit.
 constexpr std::chrono::milliseconds kStopGrace{10'000};
+// For workers after the scheduler: they have nothing to lose, and some cannot hear of the end while
+// they load weights.
+constexpr std::chrono::milliseconds kWorkerGrace{2'000};
 
 std::chrono::milliseconds Milliseconds(double seconds) {
   return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
@@ -108,7 +110,7 @@ std::optional<absl::StatusOr<int>> EngineRun::OnEnd(const ProcessEnd& end) {
   if (is_scheduler) {
     scheduler_status_ = WEXITSTATUS(end.wait_status);
     // It was what the workers worked for.
-    stop_deadline_ = std::min(*stop_deadline_, Clock::now() + kStopGrace);
+    stop_deadline_ = std::min(*stop_deadline_, Clock::now() + kWorkerGrace);
   }
   if (supervisor_->num_running() > 0) return std::nullopt;
   return ExitStatus(scheduler_status_);
@@ -117,10 +119,7 @@ std::optional<absl::StatusOr<int>> EngineRun::OnEnd(const ProcessEnd& end) {
 std::optional<absl::StatusOr<int>> EngineRun::OnTime(TimePoint now) {
   if (stop_deadline_.has_value() && now >= *stop_deadline_) {
     printer_.Clear();
-    if (!supervisor_->IsRunning(kSchedulerName)) {
-      LOG(WARNING) << "workers did not end after the scheduler; they are killed";
-      return ExitStatus(scheduler_status_);
-    }
+    if (!supervisor_->IsRunning(kSchedulerName)) return ExitStatus(scheduler_status_);
     return absl::DeadlineExceededError(absl::StrFormat(
         "the scheduler did not stop within drain_timeout_s (%.0f s) and %d s more; it is killed",
         config_.drain_timeout_s, kStopGrace.count() / 1000));
@@ -128,6 +127,8 @@ std::optional<absl::StatusOr<int>> EngineRun::OnTime(TimePoint now) {
   if (!supervisor_->IsRunning(kSchedulerName)) return std::nullopt;  // Nobody to ask.
   absl::StatusOr<bool> news = watch_->Advance(now);
   if (!news.ok()) {
+    // A stopping engine refuses a job that has not reached it in time.
+    if (interrupted_) return std::nullopt;
     // Of an engine that may still work for others nobody submits to: it ends with its job.
     return news.status();
   }
@@ -194,6 +195,7 @@ void EngineRun::Show(TimePoint now) {
 int EngineRun::ExitStatus(int scheduler_status) const {
   if (submit_.has_value() && watch_->ended()) return JobExitStatus(*watch_->job());
   if (!submit_.has_value() || scheduler_status == kExitUnfinished) return scheduler_status;
+  if (!watch_->job_id().has_value()) return kExitUnfinished;  // It was stopped before it took it.
   // It was told to stop and reports that everything is done; the last status seen is a little
   // older.
   const JobStatus* job = watch_->job();

@@ -214,8 +214,12 @@ absl::Status WorkerGroup::CheckDeadlines(Time now) const {
 }
 
 void WorkerGroup::SendShutdown() {
-  if (absl::Status status = SendToAll(Shutdown{}); !status.ok()) {
-    LOG(WARNING) << "while shutting down: " << status.message();
+  const std::string bytes = wire::Encode(SchedulerMessage(Shutdown{}));
+  for (uint32_t rank = 0; rank < workers_.size(); ++rank) {
+    // A rank that has not connected yet cannot be told; it ends with the launcher.
+    if (!workers_[rank].said_hello) continue;
+    absl::Status status = socket_->Send(kRankPrefix + std::to_string(rank), bytes);
+    if (!status.ok()) LOG(WARNING) << "while shutting down: " << status.message();
   }
 }
 
@@ -223,7 +227,8 @@ std::vector<WorkerStatus> WorkerGroup::Status(Time now) const {
   std::vector<WorkerStatus> result;
   for (uint32_t rank = 0; rank < workers_.size(); ++rank) {
     const Worker& worker = workers_[rank];
-    result.push_back({rank, worker.hello.pid, worker.phase, worker.step_begun,
+    const Activity activity = CurrentActivity(worker);
+    result.push_back({rank, worker.hello.pid, activity.phase, activity.step,
                       Seconds(now - worker.last_heard), worker.hello.device});
   }
   return result;
@@ -241,12 +246,19 @@ absl::Status WorkerGroup::SendToAll(const SchedulerMessage& message) {
   return absl::OkStatus();
 }
 
+WorkerGroup::Activity WorkerGroup::CurrentActivity(const Worker& worker) const {
+  if (!started_) return {worker.phase, worker.step_begun};
+  if (worker.step_answered == last_step_sent_) return {WorkerPhase::kIdle, worker.step_answered};
+  return {WorkerPhase::kRunning, std::max(worker.step_begun, worker.step_answered + 1)};
+}
+
 std::string WorkerGroup::Describe(uint32_t rank) const {
   const Worker& worker = workers_[rank];
   std::string text = absl::StrFormat("worker rank %d", rank);
   if (!worker.said_hello) return text + " (never connected)";
-  absl::StrAppendFormat(&text, " (pid %d, %s", worker.hello.pid, PhaseName(worker.phase));
-  if (worker.step_begun > 0) absl::StrAppendFormat(&text, ", step %d", worker.step_begun);
+  const Activity activity = CurrentActivity(worker);
+  absl::StrAppendFormat(&text, " (pid %d, %s", worker.hello.pid, PhaseName(activity.phase));
+  if (activity.step > 0) absl::StrAppendFormat(&text, ", step %d", activity.step);
   return text + ")";
 }
 

@@ -63,11 +63,19 @@ class WorkerGroup {
     Time last_answer;  // Of the last result, or of the plan sent while none was outstanding.
   };
 
+  struct Activity {
+    WorkerPhase phase;
+    uint64_t step;
+  };
+
   absl::Status HandleHello(uint32_t rank, const Hello& hello);
   absl::Status HandleReady(uint32_t rank, const Ready& ready);
   absl::Status HandleResult(uint32_t rank, StepResult result, Time now);
   absl::Status StartIfAllReady();
   absl::Status SendToAll(const SchedulerMessage& message);
+  // What the rank does and at which step. What was sent and answered here is newer than what the
+  // last heartbeat said.
+  Activity CurrentActivity(const Worker& worker) const;
   std::string Describe(uint32_t rank) const;
 
   transport::ServerSocket* socket_;

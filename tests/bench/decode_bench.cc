@@ -32,15 +32,29 @@ double Now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
+// Sum of [begin, end), a multiple of eight numbers; fetches ahead as a good matrix product does.
+uint64_t SumLines(const uint64_t* begin, const uint64_t* end) {
+  constexpr int64_t kAhead = 256;  // numbers: 2 KiB
+  uint64_t sums[8] = {};
+  for (const uint64_t* line = begin; line < end; line += 8) {
+    __builtin_prefetch(line + kAhead);
+    for (int i = 0; i < 8; ++i) sums[i] += line[i];
+  }
+  return sums[0] + sums[1] + sums[2] + sums[3] + sums[4] + sums[5] + sums[6] + sums[7];
+}
+
 // Bytes per second of reading 1 GiB with the threads of the engine; the best of five.
 double ReadBandwidth() {
   static const std::vector<uint64_t> data(size_t{1} << 27, 1);
+  constexpr size_t kPiece = size_t{1} << 17;  // numbers: 1 MiB
   double best = 0;
   for (int round = 0; round < 5; ++round) {
     uint64_t sum = 0;
     const double start = Now();
-#pragma omp parallel for simd reduction(+ : sum) schedule(static)
-    for (size_t i = 0; i < data.size(); ++i) sum += data[i];
+#pragma omp parallel for reduction(+ : sum) schedule(static)
+    for (size_t i = 0; i < data.size(); i += kPiece) {
+      sum += SumLines(data.data() + i, data.data() + i + kPiece);
+    }
     const double seconds = Now() - start;
     CHECK_EQ(sum, data.size());
     best = std::max(best, static_cast<double>(data.size() * sizeof(uint64_t)) / seconds);

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <string>
 #include <vector>
@@ -17,12 +18,17 @@ namespace fs = std::filesystem;
 class ErrorsTest : public EngineTest {
  protected:
   Flags Job() { return JobFlags("job", SimpleRequests(2, 2)); }
-  // Launches with Job() and `flags`, which win, and expects the status, one line on standard error
-  // that holds all of `words`, and nothing left. Lines of the log do not count.
+  // Launches with `flags`, and with the input and the output of Job() unless they name another, and
+  // expects the status, one line on standard error that holds all of `words`, and nothing left.
+  // Lines of the log do not count.
   void ExpectRefused(const Flags& flags, int status, const std::vector<std::string>& words) {
     SCOPED_TRACE(testing::PrintToString(flags));
-    Flags all = Job();
-    all.insert(all.end(), flags.begin(), flags.end());
+    Flags all = flags;
+    const Flags job = Job();
+    for (size_t i = 0; i < job.size(); i += 2) {
+      if (std::find(flags.begin(), flags.end(), job[i]) != flags.end()) continue;
+      all.insert(all.end(), {job[i], job[i + 1]});
+    }
     const Outcome outcome = Run("zipage-launch", all);
     EXPECT_EQ(outcome.status, status) << outcome.err;
     EXPECT_EQ(outcome.out, "");
@@ -77,7 +83,7 @@ TEST_F(ErrorsTest, WrongModelsAreNamedWithTheCure) {
   ExpectRefused({"--model", broken}, 1, {weights, "git lfs pull"});
   fs::copy_file(Model() + "/model.safetensors", weights, fs::copy_options::overwrite_existing);
   fs::resize_file(weights, fs::file_size(weights) - 4);
-  ExpectRefused({"--model", broken, "--tp", "2"}, 1, {weights, "truncated"});
+  ExpectRefused({"--model", broken, "--tp", "2"}, 1, {weights, "428284 bytes", "download"});
   fs::remove(weights);
   ExpectRefused({"--model", broken}, 1, {broken, "safetensors"});
   fs::copy_file(Model() + "/model.safetensors", weights);
@@ -85,6 +91,7 @@ TEST_F(ErrorsTest, WrongModelsAreNamedWithTheCure) {
   ExpectRefused({"--model", broken}, 1, {"tokenizer.json"});
   fs::remove(broken + "/tokenizer.json");
   ExpectRefused({"--model", broken}, 1, {"tokenizer.json"});
+  fs::copy_file(Model() + "/tokenizer.json", broken + "/tokenizer.json");
   WriteText(broken + "/config.json", R"({"model_type": "mamba"})");
   ExpectRefused({"--model", broken}, 1, {"config.json"});
 }

@@ -59,7 +59,10 @@ TEST_F(JobsTest, GreedyTokensAreTheGoldenOnesHoweverTheEngineRunsThem) {
        "--no_enable_prefix_cache"},
   };
   for (const Flags& rank_flags : ranks) {
-    for (const Flags& way : ways) {
+    for (size_t i = 0; i < ways.size(); ++i) {
+      const Flags& way = ways[i];
+      // Gloo's small messages are slow: the smallest steps and one more way are enough.
+      if (rank_flags.back() == "gloo" && i != 0 && i != 4) continue;
       Flags flags = rank_flags;
       flags.insert(flags.end(), way.begin(), way.end());
       std::string trace;

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <filesystem>
 #include <memory>
 #include <random>
 #include <set>
@@ -35,7 +36,8 @@ class LifeTest : public EngineTest {
       for (size_t i = 0; i < requests.size(); ++i) requests[i]["max_tokens"] = 5 + i % 300;
       long_job_ = JobFlags("long", requests);
     }
-    flags.insert(flags.begin(), {"--tp", "2", "--max_num_seqs", "32", "--overwrite"});
+    std::filesystem::remove(OutputPath("long"));
+    flags.insert(flags.begin(), {"--tp", "2", "--max_num_seqs", "32"});
     flags.insert(flags.end(), long_job_.begin(), long_job_.end());
     return Launch(flags);
   }
