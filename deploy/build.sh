@@ -4,10 +4,5 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 preset=${1:-cpu}
 [ $# -gt 0 ] && shift
-cmake --preset "$preset" >"/tmp/zipage-configure-$$.log" 2>&1 || {
-  cat "/tmp/zipage-configure-$$.log" >&2
-  rm -f "/tmp/zipage-configure-$$.log"
-  exit 1
-}
-rm -f "/tmp/zipage-configure-$$.log"
+log=$(cmake --preset "$preset" 2>&1) || { echo "$log" >&2; exit 1; }
 cmake --build --preset "$preset" ${1:+--target "$@"}

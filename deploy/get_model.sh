@@ -8,7 +8,7 @@ model=build/models/$name
 if [ ! -e "$model/config.json" ]; then
   if [ ! -x build/venv/bin/python ] || ! cmp -s deploy/requirements.txt build/venv/requirements.txt; then
     python3 -m venv build/venv
-    build/venv/bin/pip install --quiet --disable-pip-version-check -r deploy/requirements.txt >&2
+    build/venv/bin/python -m pip install --quiet --disable-pip-version-check -r deploy/requirements.txt >&2
     cp deploy/requirements.txt build/venv/requirements.txt
   fi
   build/venv/bin/python deploy/fetch_model.py "$name" "$model" >&2

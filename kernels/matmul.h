@@ -57,9 +57,6 @@ class PackedLinear {
   // Pack.
   absl::StatusOr<std::string> KernelName(int64_t rows, DType out_dtype);
 
-  int64_t out_features() const;
-  int64_t in_features() const;
-  DType compute_dtype() const;
   // Bytes of the packed weights, which every Apply reads once.
   size_t packed_bytes() const;
 

@@ -39,9 +39,7 @@ struct SampleLogprob {
 
 struct SampleResult {
   int32_t token;
-  // Valid with num_logprobs >= 0.
-  float logprob;  // of `token`, from the untouched logits at temperature 1
-  int32_t rank;   // 1 + number of tokens with a higher untouched logit
+  float logprob;  // from the untouched logits at temperature 1; valid with num_logprobs >= 0
 };
 
 // For every row r, with z the row's logits and "order" meaning higher z first, lower id among

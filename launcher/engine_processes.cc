@@ -1,15 +1,10 @@
 #include "launcher/engine_processes.h"
 
-#include <sched.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
-#include <cstdlib>
 #include <cstring>
 
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 
@@ -29,32 +24,6 @@ absl::Status ResolveDevice(Config* config) {
   }
   config->device = "cpu";
   return absl::OkStatus();
-}
-
-int ThreadsPerRank(const Config& config, int num_cores, const char* preset) {
-  if (config.cpu_threads > 0) return config.cpu_threads;
-  int threads = 0;
-  // OpenMP takes a list, one number per nesting level; only the first level is used here.
-  if (preset != nullptr) {
-    const std::string first(preset, std::strcspn(preset, ","));
-    if (absl::SimpleAtoi(first, &threads) && threads > 0) return threads;
-  }
-  return std::max(1, num_cores / std::max(1, config.tp));
-}
-
-int AvailableCores() {
-  // Larger machines than a fixed cpu_set_t holds exist: EINVAL asks for more room.
-  for (int max_cores = CPU_SETSIZE; max_cores <= (1 << 16); max_cores *= 2) {
-    cpu_set_t* set = CPU_ALLOC(max_cores);
-    const size_t bytes = CPU_ALLOC_SIZE(max_cores);
-    const bool ok = sched_getaffinity(0, bytes, set) == 0;
-    const int count = ok ? CPU_COUNT_S(bytes, set) : 0;
-    const int error = errno;
-    CPU_FREE(set);
-    if (ok) return std::max(1, count);
-    if (error != EINVAL) break;
-  }
-  return static_cast<int>(std::max(1L, sysconf(_SC_NPROCESSORS_ONLN)));
 }
 
 absl::StatusOr<FileDescriptor> MakeSharedMemory() {
@@ -80,7 +49,6 @@ std::vector<ProcessSpec> EngineProcesses(const Config& config, const RunDirector
   scheduler.dies_with_parent = false;
   processes.push_back(scheduler);
 
-  const int threads = ThreadsPerRank(config, AvailableCores(), std::getenv("OMP_NUM_THREADS"));
   for (int rank = 0; rank < config.tp; ++rank) {
     ProcessSpec worker;
     worker.name = absl::StrCat("worker rank ", rank);
@@ -99,10 +67,9 @@ std::vector<ProcessSpec> EngineProcesses(const Config& config, const RunDirector
       worker.argv.insert(worker.argv.end(), {"--shm_fd", absl::StrCat(*shm_fd)});
       worker.fds.push_back(*shm_fd);
     }
-    // libgomp reads both when it is loaded. Waiting threads that spin take whole time slices from
-    // the other ranks and from the scheduler.
-    worker.environment = {{"OMP_NUM_THREADS", absl::StrCat(threads)},
-                          {"OMP_WAIT_POLICY", "passive"}};
+    // libgomp reads it when it is loaded. Waiting threads that spin take whole time slices from the
+    // other ranks and from the scheduler.
+    worker.environment = {{"OMP_WAIT_POLICY", "passive"}};
     processes.push_back(worker);
   }
   return processes;

@@ -18,13 +18,6 @@ inline constexpr char kSchedulerName[] = "scheduler";
 // Settles what "auto" leaves open and this build can decide. Errors name what it cannot do.
 absl::Status ResolveDevice(Config* config);
 
-// CPU threads of one rank: `cpu_threads` if set, else OMP_NUM_THREADS (`preset`; null if unset) if
-// it is a number, else an equal share of `num_cores`; at least 1.
-int ThreadsPerRank(const Config& config, int num_cores, const char* preset);
-
-// Cores that this process may use: its affinity, as a container or Slurm sets it.
-int AvailableCores();
-
 // Memory that the ranks of this host share, all zeros, sparse until touched. It has no name in the
 // file system: it is gone when the last process that holds it is.
 absl::StatusOr<FileDescriptor> MakeSharedMemory();

@@ -5,7 +5,6 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <charconv>
-#include <cmath>
 #include <iostream>
 #include <iterator>
 #include <memory>
@@ -385,6 +384,10 @@ absl::Status Validate(const Config& config) {
         "model is missing; give the folder of a model by --model DIR");
   }
   for (const Option& option : kOptions) ZIPAGE_RETURN_IF_ERROR(CheckLimits(config, option));
+  if (config.max_model_len == 1) {
+    return absl::InvalidArgumentError(
+        "max_model_len is 1; give at least 2, one position of prompt and one of output, or 0");
+  }
   if (config.max_num_batched_tokens < config.max_num_seqs) {
     return absl::InvalidArgumentError(absl::StrFormat(
         "max_num_batched_tokens is %d, but %d sequences (max_num_seqs) decode one token each in a "

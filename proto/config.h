@@ -28,7 +28,8 @@ struct Config {
   // Of weights and activations: auto (what the device computes fastest of what the model fits),
   // float32, bfloat16 or float16.
   std::string dtype = "auto";
-  // Positions a sequence may have, prompt and output together; 0 takes the model's own limit.
+  // Positions a sequence may have, prompt and output together, at least 2; 0 takes the model's own
+  // limit.
   int64_t max_model_len = 0;
   // Sequences that run at once, and so rows of per-sequence state in every worker.
   int max_num_seqs = 256;

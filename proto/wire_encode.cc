@@ -5,8 +5,6 @@
 #include <kj/exception.h>
 #include <kj/io.h>
 
-#include <utility>
-
 #include "glog/logging.h"
 #include "proto/wire.h"
 #include "proto/zipage.capnp.h"

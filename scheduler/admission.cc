@@ -65,6 +65,11 @@ void Admission::Remove(Sequence* sequence) {
   ForgetIfEmpty(job);
 }
 
+int64_t Admission::num_waiting(uint64_t job_id) const {
+  const auto job = jobs_.find(job_id);
+  return job == jobs_.end() ? 0 : static_cast<int64_t>(job->second.waiting.size());
+}
+
 void Admission::ForgetIfEmpty(std::map<uint64_t, Job>::iterator job) {
   if (job->second.waiting.empty() && job->second.num_running == 0) jobs_.erase(job);
 }

@@ -47,6 +47,7 @@ class Admission {
   static Sequence* Victim(std::span<Sequence* const> running) { return running.back(); }
 
   int64_t num_waiting() const { return num_waiting_; }
+  int64_t num_waiting(uint64_t job_id) const;
   // `running`: the sequences that run.
   void CheckInvariants(std::span<Sequence* const> running) const;
 

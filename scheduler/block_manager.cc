@@ -2,8 +2,6 @@
 
 #include <glog/logging.h>
 
-#include <algorithm>
-
 namespace zipage {
 
 BlockManager::BlockManager(int64_t num_blocks, int block_size, BlockHash hash)

@@ -1,6 +1,7 @@
 #include "scheduler/engine.h"
 
 #include <algorithm>
+#include <filesystem>
 #include <utility>
 #include <variant>
 
@@ -13,8 +14,13 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Lines that one job may read between two steps: planning must not wait for a long file.
-constexpr int kLinesPerTurn = 16;
+// How long jobs are read between two steps: planning must not wait for long lines or many jobs. The
+// line that is begun is read to its end.
+constexpr milliseconds kReadingTime(2);
+// Messages taken from one job socket between two steps, so that no client can hold up the others.
+constexpr int kClientMessagesPerTurn = 64;
+// Ended jobs that the status lists; older ones are forgotten.
+constexpr int64_t kMaxEndedJobs = 1000;
 // How long the loop sleeps when nothing happens; deadlines and signals are looked at this often.
 constexpr milliseconds kIdleWait(100);
 
@@ -22,6 +28,15 @@ int64_t UnixSeconds() {
   return std::chrono::duration_cast<std::chrono::seconds>(
              std::chrono::system_clock::now().time_since_epoch())
       .count();
+}
+
+// What results and the status call the model.
+std::string ModelName(const Config& config) {
+  if (!config.served_model_name.empty()) return config.served_model_name;
+  std::error_code error;
+  std::filesystem::path folder = std::filesystem::absolute(config.model, error).lexically_normal();
+  if (!folder.has_filename()) folder = folder.parent_path();  // It ended with a slash.
+  return folder.has_filename() ? folder.filename().string() : config.model;
 }
 
 }  // namespace
@@ -36,6 +51,9 @@ absl::StatusOr<bool> Engine::Run(const std::atomic<bool>* stop) {
   std::vector<transport::ServerSocket*> sockets = parts_.job_sockets;
   sockets.push_back(parts_.worker_socket);
   while (true) {
+    // From before the messages are taken: what a rank sent while this thread was busy or asleep is
+    // not counted as silence.
+    const Time now = Now();
     ZIPAGE_RETURN_IF_ERROR(HandleWorkers());
     for (transport::ServerSocket* socket : parts_.job_sockets) HandleClients(socket);
     if (*stop && !draining_) StartDraining();
@@ -48,8 +66,7 @@ absl::StatusOr<bool> Engine::Run(const std::atomic<bool>* stop) {
       AnswerFinished();
       FinishJobs();
     }
-    // After the messages were taken, so that a scheduler that slept does not blame a worker.
-    ZIPAGE_RETURN_IF_ERROR(workers_.CheckDeadlines(Now()));
+    ZIPAGE_RETURN_IF_ERROR(workers_.CheckDeadlines(now));
     if (draining_ && Drained()) break;
     transport::WaitReadable(sockets, more_to_read ? milliseconds(0) : kIdleWait);
   }
@@ -72,12 +89,6 @@ absl::Status Engine::StartServing() {
   const Config& config = parts_.config;
   const WorkerGroup::Capacity& capacity = workers_.capacity();
   const auto max_positions = static_cast<int64_t>(capacity.max_positions);
-  if (config.max_model_len > max_positions) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("max_model_len is %d; the model has %d positions "
-                        "(max_position_embeddings): give at most that",
-                        config.max_model_len, max_positions));
-  }
   SchedulerOptions options;
   options.max_num_seqs = config.max_num_seqs;
   options.max_num_batched_tokens = config.max_num_batched_tokens;
@@ -85,18 +96,24 @@ absl::Status Engine::StartServing() {
   options.num_blocks = static_cast<int64_t>(capacity.num_kv_blocks);
   options.max_model_len = config.max_model_len > 0 ? config.max_model_len : max_positions;
   options.enable_prefix_cache = config.enable_prefix_cache;
+  if (options.max_model_len < 2) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("the model has %d positions (max_position_embeddings); a prompt and its "
+                        "output need at least 2, so give another model",
+                        max_positions));
+  }
   scheduler_ = std::make_unique<Scheduler>(options);
 
   RequestBuilder::Options build;
   if (!config.served_model_name.empty()) build.served_names = {config.served_model_name};
-  build.default_name = config.model;
+  build.default_name = ModelName(config);
   build.max_model_len = options.max_model_len;
   build.vocab_size = static_cast<int32_t>(capacity.vocab_size);
   build.eos_token_ids = parts_.tokenizer.eos_token_ids();
   build.engine_seed = static_cast<uint64_t>(config.seed);
   build.defaults = parts_.generation_defaults;
   builder_ =
-      std::make_unique<RequestBuilder>(&parts_.tokenizer, parts_.chat_template, std::move(build));
+      std::make_unique<RequestBuilder>(&parts_.tokenizer, parts_.templates, std::move(build));
   LOG(INFO) << absl::StrFormat(
       "engine is ready: %d KV blocks of %d tokens, sequences of up to %d tokens",
       options.num_blocks, options.block_size, options.max_model_len);
@@ -134,7 +151,7 @@ void Engine::AnswerFinished() {
     auto node = open_requests_.extract(request->id);
     CHECK(!node.empty()) << "request " << request->id << " finished twice";
     OpenRequest& open = node.mapped();
-    Job* job = open.job;
+    Job* job = open.job.get();
     if (job->state() != JobState::kRunning) continue;  // It was abandoned meanwhile.
     const bool corrupted =
         std::any_of(request->sequences.begin(), request->sequences.end(),
@@ -162,19 +179,26 @@ void Engine::AnswerFinished() {
 
 bool Engine::ReadJobs() {
   if (draining_) return false;
+  const Time deadline = Now() + kReadingTime;
   bool more = false;
-  for (const std::unique_ptr<Job>& job : jobs_) {
-    if (job->reading()) more |= ReadJob(job.get());
+  const size_t first = first_to_read_;
+  for (size_t i = 0; i < jobs_.size(); ++i) {
+    const size_t index = (first + i) % jobs_.size();
+    if (!jobs_[index]->reading()) continue;
+    if (i > 0 && Now() >= deadline) {
+      first_to_read_ = index;
+      return true;
+    }
+    more |= ReadJob(jobs_[index], deadline);
   }
   return more;
 }
 
-bool Engine::ReadJob(Job* job) {
-  // Twice what can run, so that a step never waits for input and memory does not grow with the
-  // file.
-  const auto max_open = 2 * static_cast<uint64_t>(parts_.config.max_num_seqs);
-  for (int i = 0; i < kLinesPerTurn; ++i) {
-    if (job->num_open() >= max_open) return false;
+bool Engine::ReadJob(const std::shared_ptr<Job>& job, Time deadline) {
+  do {
+    // As many as can run wait, so that a step never waits for input and memory does not grow with
+    // the file. Samples are counted, each of which holds the prompt.
+    if (scheduler_->num_waiting(job->id()) >= parts_.config.max_num_seqs) return false;
     absl::StatusOr<std::optional<ParseResult>> parsed = job->Next();
     absl::Status status = parsed.status();
     if (status.ok()) {
@@ -182,14 +206,14 @@ bool Engine::ReadJob(Job* job) {
       status = Accept(job, *std::move(*parsed));
     }
     if (!status.ok()) {
-      AbandonJob(job, status);
+      AbandonJob(job.get(), status);
       return false;
     }
-  }
+  } while (Now() < deadline);
   return true;
 }
 
-absl::Status Engine::Accept(Job* job, ParseResult parsed) {
+absl::Status Engine::Accept(const std::shared_ptr<Job>& job, ParseResult parsed) {
   const uint64_t id = next_request_id_++;
   auto* request = std::get_if<ParsedRequest>(&parsed);
   if (request == nullptr) {
@@ -209,8 +233,9 @@ absl::Status Engine::Accept(Job* job, ParseResult parsed) {
     error.message = std::string(fits.message());
     return job->AnswerFailure(FormatRefusal(error, RequestName(id)));
   }
-  auto queued = std::make_unique<Request>(id, job->id(), std::move(accepted.prompt_token_ids),
+  auto queued = std::make_unique<Request>(id, job->id(), accepted.prompt_token_ids,
                                           accepted.sampling, accepted.n);
+  accepted.prompt_token_ids = {};  // The request holds them from here on.
   open_requests_.emplace(
       id, OpenRequest{job, Response(std::move(accepted), &parts_.tokenizer), queued.get()});
   scheduler_->Submit(std::move(queued));
@@ -224,12 +249,21 @@ void Engine::AbandonJob(Job* job, const absl::Status& status) {
 }
 
 void Engine::FinishJobs() {
-  for (const std::unique_ptr<Job>& job : jobs_) {
+  for (const std::shared_ptr<Job>& job : jobs_) {
     if (!job->IsComplete()) continue;
     if (absl::Status status = job->Finish(Now()); !status.ok()) {
       LOG(ERROR) << absl::StrFormat("job %d failed: %s", job->id(), status.message());
     }
   }
+}
+
+void Engine::ForgetJobs() {
+  const auto has_ended = [](const std::shared_ptr<Job>& job) {
+    return job->state() != JobState::kRunning;
+  };
+  int64_t num_surplus = std::count_if(jobs_.begin(), jobs_.end(), has_ended) - kMaxEndedJobs;
+  std::erase_if(
+      jobs_, [&](const std::shared_ptr<Job>& job) { return has_ended(job) && num_surplus-- > 0; });
 }
 
 std::string Engine::RequestName(uint64_t request_id) const {
@@ -247,12 +281,12 @@ void Engine::StartDraining() {
 
 bool Engine::Drained() const {
   if (scheduler_ == nullptr || Now() >= drain_deadline_) return true;
-  return scheduler_->stats().num_running == 0 && scheduler_->num_steps_in_flight() == 0;
+  return scheduler_->idle();
 }
 
 bool Engine::EndJobs() {
   bool all_done = true;
-  for (const std::unique_ptr<Job>& job : jobs_) {
+  for (const std::shared_ptr<Job>& job : jobs_) {
     if (job->state() != JobState::kRunning) continue;
     all_done = false;
     job->Abandon("the engine was stopped before the job was done; submit it again", Now());
@@ -263,7 +297,9 @@ bool Engine::EndJobs() {
 // ---------------------------------------------------------------- clients
 
 void Engine::HandleClients(transport::ServerSocket* socket) {
-  while (std::optional<transport::Received> received = socket->Receive()) {
+  for (int i = 0; i < kClientMessagesPerTurn; ++i) {
+    const std::optional<transport::Received> received = socket->Receive();
+    if (!received.has_value()) return;
     absl::StatusOr<ClientMessage> message = wire::DecodeClientMessage(received->bytes);
     const ClientReply reply = message.ok()
                                   ? Reply(*message)
@@ -287,13 +323,14 @@ ClientReply Engine::Submit(const SubmitJob& submit) {
   absl::StatusOr<std::unique_ptr<Job>> job = Job::Open(next_job_id_, submit, max_line_bytes, Now());
   if (!job.ok()) return Refused{std::string(job.status().message())};
   jobs_.push_back(*std::move(job));
+  ForgetJobs();
   LOG(INFO) << absl::StrFormat("job %d: %s -> %s", next_job_id_, submit.input_path,
                                submit.output_path);
   return JobAccepted{next_job_id_++};
 }
 
 ClientReply Engine::Cancel(const CancelJob& cancel) {
-  for (const std::unique_ptr<Job>& job : jobs_) {
+  for (const std::shared_ptr<Job>& job : jobs_) {
     if (job->id() != cancel.job_id) continue;
     if (job->state() != JobState::kRunning) {
       return Refused{absl::StrFormat("job %d has ended already", cancel.job_id)};
@@ -308,8 +345,7 @@ ClientReply Engine::Cancel(const CancelJob& cancel) {
 EngineStatus Engine::Status() const {
   const Time now = Now();
   EngineStatus status;
-  status.model = parts_.config.served_model_name.empty() ? parts_.config.model
-                                                         : parts_.config.served_model_name;
+  status.model = ModelName(parts_.config);
   status.ready = scheduler_ != nullptr;
   status.draining = draining_;
   status.uptime = std::chrono::duration<double>(now - started_).count();
@@ -340,7 +376,7 @@ EngineStatus Engine::Status() const {
       ++running[open.job->id()];
     }
   }
-  for (const std::unique_ptr<Job>& job : jobs_) {
+  for (const std::shared_ptr<Job>& job : jobs_) {
     status.jobs.push_back(job->Status(now, running[job->id()]));
   }
   return status;

@@ -7,8 +7,8 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <string>
 #include <vector>
@@ -22,7 +22,6 @@
 #include "scheduler/job/request_builder.h"
 #include "scheduler/response.h"
 #include "scheduler/scheduler.h"
-#include "scheduler/text/chat_template.h"
 #include "scheduler/text/tokenizer.h"
 #include "scheduler/worker_group.h"
 
@@ -32,11 +31,11 @@ class Engine {
  public:
   static constexpr int kMaxStepsInFlight = 2;
 
-  // The parts it works with; all outlive it. `chat_template` is null for a model that has none.
+  // The parts it works with; all outlive it.
   struct Parts {
     const Config& config;
     const Tokenizer& tokenizer;
-    const ChatTemplate* chat_template;
+    RequestBuilder::Templates templates;
     const GenerationDefaults& generation_defaults;
     transport::ServerSocket* worker_socket;
     std::vector<transport::ServerSocket*> job_sockets;
@@ -53,7 +52,7 @@ class Engine {
   using Time = std::chrono::steady_clock::time_point;
 
   struct OpenRequest {
-    Job* job;
+    std::shared_ptr<Job> job;
     Response response;
     const Request* request;  // Owned by the scheduler until it is taken as finished.
   };
@@ -75,12 +74,14 @@ class Engine {
   ClientReply Cancel(const CancelJob& cancel);
   EngineStatus Status() const;
 
-  // Reads up to a few lines of every job; true if there is more to read at once.
+  // Reads lines of the jobs for a short time; true if there is more to read at once.
   bool ReadJobs();
-  bool ReadJob(Job* job);
-  absl::Status Accept(Job* job, ParseResult parsed);
+  bool ReadJob(const std::shared_ptr<Job>& job, Time deadline);
+  absl::Status Accept(const std::shared_ptr<Job>& job, ParseResult parsed);
   void AbandonJob(Job* job, const absl::Status& status);
   void FinishJobs();
+  // Forgets the oldest of the jobs that ended long ago.
+  void ForgetJobs();
   std::string RequestName(uint64_t request_id) const;
 
   Parts parts_;
@@ -91,7 +92,8 @@ class Engine {
   WorkerGroup workers_;
   std::unique_ptr<Scheduler> scheduler_;     // Once the workers are ready.
   std::unique_ptr<RequestBuilder> builder_;  // Likewise.
-  std::vector<std::unique_ptr<Job>> jobs_;   // In order of submission, ended ones too.
+  std::vector<std::shared_ptr<Job>> jobs_;   // In order of submission, ended ones too.
+  size_t first_to_read_ = 0;                 // Index of the job whose turn it is.
   absl::flat_hash_map<uint64_t, OpenRequest> open_requests_;
   uint64_t next_job_id_ = 1;
   uint64_t next_request_id_ = 1;

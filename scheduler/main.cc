@@ -1,28 +1,28 @@
 // zipage-scheduler: the CPU process that owns every decision. Started by zipage-launch.
 
 #include <fcntl.h>
-#include <poll.h>
 #include <sys/file.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <atomic>
+#include <cerrno>
 #include <csignal>
-#include <cstdlib>
 #include <filesystem>
 #include <iostream>
 #include <memory>
 #include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
-#include "absl/strings/str_format.h"
 #include "glog/logging.h"
 #include "proto/config.h"
 #include "proto/status.h"
 #include "proto/transport.h"
 #include "scheduler/engine.h"
+#include "scheduler/text/chat_template.h"
 
 namespace zipage {
 namespace {
@@ -67,6 +67,15 @@ absl::StatusOr<std::optional<transport::CurveServer>> LoadCurve(const Config& co
   return std::optional<transport::CurveServer>(std::move(curve));
 }
 
+// Empty for a model without a chat template.
+absl::StatusOr<std::optional<ChatTemplate>> LoadTemplate(const Tokenizer& tokenizer,
+                                                         bool with_tools) {
+  const std::optional<std::string> source = tokenizer.chat_template(with_tools);
+  if (!source.has_value()) return std::optional<ChatTemplate>();
+  ZIPAGE_ASSIGN_OR_RETURN(ChatTemplate chat_template, ChatTemplate::Parse(*source));
+  return std::optional<ChatTemplate>(std::move(chat_template));
+}
+
 absl::StatusOr<bool> RunScheduler(const Config& config, const ProcessOptions& process) {
   // The sockets first: workers connect and clients ask for the status while the tokenizer loads.
   transport::Context context;
@@ -86,17 +95,19 @@ absl::StatusOr<bool> RunScheduler(const Config& config, const ProcessOptions& pr
   }
 
   ZIPAGE_ASSIGN_OR_RETURN(const auto tokenizer, Tokenizer::Load(config.model));
-  std::optional<ChatTemplate> chat_template;
-  if (std::optional<std::string> source = tokenizer->chat_template(/*with_tools=*/false)) {
-    ZIPAGE_ASSIGN_OR_RETURN(chat_template, ChatTemplate::Parse(*std::move(source)));
-  }
+  ZIPAGE_ASSIGN_OR_RETURN(const auto chat_template, LoadTemplate(*tokenizer, /*with_tools=*/false));
+  ZIPAGE_ASSIGN_OR_RETURN(const auto tool_template, LoadTemplate(*tokenizer, /*with_tools=*/true));
   GenerationDefaults defaults;
   if (config.generation_config == "auto") {
     ZIPAGE_ASSIGN_OR_RETURN(defaults, ReadGenerationDefaults(config.model));
   }
-  Engine::Parts parts = {
-      config,   *tokenizer,          chat_template.has_value() ? &*chat_template : nullptr,
-      defaults, worker_socket.get(), {}};
+  Engine::Parts parts = {config,
+                         *tokenizer,
+                         {.chat = chat_template.has_value() ? &*chat_template : nullptr,
+                          .tools = tool_template.has_value() ? &*tool_template : nullptr},
+                         defaults,
+                         worker_socket.get(),
+                         {}};
   for (const auto& socket : job_sockets) parts.job_sockets.push_back(socket.get());
   Engine engine(parts);
   return engine.Run(&stop_requested);

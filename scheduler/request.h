@@ -55,10 +55,9 @@ struct Sequence {
   uint64_t cache_salt = 0;       // Sequences share blocks with those of equal salt.
   int64_t num_recomputable = 0;  // Positions that were computed before the last preemption.
 
-  // For the usage record.
-  int64_t num_cached_tokens = 0;  // Prompt tokens that were prefix hits at the first admission.
   int64_t num_preemptions = 0;
-  int64_t num_recomputed_tokens = 0;
+  // For the usage record: prompt tokens that were prefix hits at the first admission.
+  int64_t num_cached_tokens = 0;
 
   bool finished() const { return state == SequenceState::kFinished; }
   // Output so far; a stop token is the last of it, and no part of the text.

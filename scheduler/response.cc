@@ -86,10 +86,11 @@ std::string Response::FormatSuccess(const Request& request, const std::string& r
     result.prompt_token_ids.assign(request.prompt().begin(), request.prompt().end());
   }
   result.usage.prompt_tokens = static_cast<int64_t>(request.prompt().size());
+  // Of the first sample: the others find what it has computed.
+  result.usage.cached_tokens = request.sequences[0].num_cached_tokens;
   for (const Sequence& sequence : request.sequences) {
     result.choices.push_back(MakeChoice(sequence));
     result.usage.completion_tokens += static_cast<int64_t>(sequence.output().size());
-    result.usage.cached_tokens = std::max(result.usage.cached_tokens, sequence.num_cached_tokens);
     // The last token's keys and values are never computed.
     result.usage.kv_tokens_peak =
         std::max(result.usage.kv_tokens_peak, static_cast<int64_t>(sequence.tokens.size()) - 1);

@@ -142,10 +142,8 @@ void Scheduler::PlanChunk(Sequence* sequence, int64_t* token_budget, StepPlan* p
     PlanSample(sequence, samples);
   }
 
-  const int64_t num_recomputed =
+  counts_.recomputed_tokens +=
       std::max<int64_t>(0, std::min(end, sequence->num_recomputable) - start);
-  sequence->num_recomputed_tokens += num_recomputed;
-  counts_.recomputed_tokens += num_recomputed;
   counts_.prompt_tokens += num_tokens;
 }
 

@@ -104,6 +104,8 @@ class Scheduler {
   // next step is 1. A sequence that does not fit the new pool ends for kLength.
   void StartEpoch(int64_t num_blocks);
 
+  // Sequences of the job that wait.
+  int64_t num_waiting(uint64_t job_id) const { return admission_.num_waiting(job_id); }
   int64_t num_steps_in_flight() const { return static_cast<int64_t>(in_flight_.size()); }
   // Nothing to do: Schedule would return nothing, and no result is due.
   bool idle() const {

@@ -180,17 +180,11 @@ absl::Status WorkerGroup::Broadcast(const StepPlan& plan, Time now) {
 
 std::vector<StepResult> WorkerGroup::TakeResults() { return std::exchange(results_, {}); }
 
-bool WorkerGroup::AllAnswered() const {
-  return std::all_of(workers_.begin(), workers_.end(),
-                     [this](const Worker& w) { return w.step_answered == last_step_sent_; });
-}
-
 absl::Status WorkerGroup::CheckDeadlines(Time now) const {
   for (uint32_t rank = 0; rank < workers_.size(); ++rank) {
     const Worker& worker = workers_[rank];
     const double silent = Seconds(now - worker.last_heard);
-    if (worker.said_hello && config_.heartbeat_timeout_s > 0 &&
-        silent > config_.heartbeat_timeout_s) {
+    if (config_.heartbeat_timeout_s > 0 && silent > config_.heartbeat_timeout_s) {
       return absl::DeadlineExceededError(absl::StrFormat(
           "%s has sent no heartbeat for %.1f s (heartbeat_timeout_s is %g): it is stopped or its "
           "machine is overloaded",

@@ -39,8 +39,6 @@ class WorkerGroup {
   absl::Status Broadcast(const StepPlan& plan, Time now);
   // Rank 0's results that arrived since the last call, in order.
   std::vector<StepResult> TakeResults();
-  // True if every rank has answered every plan that was sent.
-  bool AllAnswered() const;
 
   // kDeadlineExceeded if a rank is late: to be ready (init_timeout_s), with a heartbeat
   // (heartbeat_timeout_s), or with the result of its oldest plan (step_timeout_s).

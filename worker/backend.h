@@ -57,7 +57,6 @@ class DeviceMemory {
 class Linear {
  public:
   virtual ~Linear() = default;
-  virtual int64_t out_features() const = 0;
   // Bytes of weights that a product reads.
   virtual size_t bytes() const = 0;
 };

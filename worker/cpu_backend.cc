@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <limits>
@@ -20,7 +21,6 @@ namespace {
 class CpuLinear : public Linear {
  public:
   explicit CpuLinear(cpu::PackedLinear packed) : packed_(std::move(packed)) {}
-  int64_t out_features() const override { return packed_.out_features(); }
   size_t bytes() const override { return packed_.packed_bytes(); }
   cpu::PackedLinear& packed() { return packed_; }
 
@@ -34,8 +34,7 @@ constexpr size_t kHugePageFrom = size_t{4} << 20;
 void Unmap(void* data, size_t bytes) { munmap(data, bytes); }
 
 // The number in the first line of a file such as memory.max; nothing if there is no file or no
-// number
-// ("max").
+// number ("max").
 std::optional<uint64_t> ReadNumber(const std::string& path) {
   std::ifstream file(path);
   uint64_t value = 0;
@@ -99,6 +98,7 @@ CpuBackend::CpuBackend(int num_threads) : num_threads_(num_threads) {
 }
 
 int CpuBackend::DefaultThreads(int tp) {
+  if (std::getenv("OMP_NUM_THREADS") != nullptr) return omp_get_max_threads();
   int cpus = omp_get_num_procs();
   // "QUOTA PERIOD" in microseconds, or "max PERIOD" without a quota.
   std::ifstream file("/sys/fs/cgroup/cpu.max");
@@ -135,8 +135,7 @@ absl::StatusOr<DType> CpuBackend::ResolveDType(const std::string& requested,
 absl::StatusOr<size_t> CpuBackend::AvailableMemory() const {
   const auto kilobytes = ReadKey("/proc/meminfo", "MemAvailable:");
   if (!kilobytes) {
-    return absl::InternalError(
-        "/proc/meminfo has no MemAvailable; give kv_cache_memory_gb or num_kvcache_blocks");
+    return absl::InternalError("/proc/meminfo has no MemAvailable; is /proc mounted?");
   }
   return std::min<uint64_t>(*kilobytes * 1024,
                             CgroupMemory().value_or(std::numeric_limits<uint64_t>::max()));

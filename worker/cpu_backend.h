@@ -16,8 +16,8 @@ class CpuBackend : public Backend {
   // num_threads: OpenMP threads of the operations, at least 1.
   explicit CpuBackend(int num_threads);
 
-  // Threads for one of `tp` ranks of this host: the CPUs this process may use (affinity and the
-  // control group's quota) divided by tp, at least 1.
+  // Threads for one of `tp` ranks of this host: OMP_NUM_THREADS if it is set, else the CPUs this
+  // process may use (affinity and the control group's quota) divided by tp, at least 1.
   static int DefaultThreads(int tp);
 
   std::string Description() const override;

@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <exception>
+#include <new>
 #include <string>
 #include <thread>
 
@@ -41,12 +42,11 @@ void Report(const absl::Status& status, int error_fd) {
   if (error_fd < 0 || write(error_fd, line.data(), line.size()) < 0) fputs(line.c_str(), stderr);
 }
 
-int Run(int argc, char** argv, int* rank) {
+int Run(int argc, char** argv, int* rank, int* error_fd) {
   zipage::Config config;
   zipage::WorkerOptions options;
   int shm_fd = -1;
   int life_fd = -1;
-  int error_fd = -1;
   CLI::App app("Zipage worker: one tensor-parallel rank; started by zipage-launch",
                "zipage-worker");
   zipage::AddOptions(&app, &config);
@@ -56,7 +56,7 @@ int Run(int argc, char** argv, int* rank) {
   app.add_option("--run_dir", options.run_dir, "The engine's private directory");
   app.add_option("--shm_fd", shm_fd, "File descriptor of the ranks' shared memory");
   app.add_option("--life_fd", life_fd, "Read end of a pipe; the worker ends when it closes");
-  app.add_option("--error_fd", error_fd, "Pipe that takes the reason of a failure");
+  app.add_option("--error_fd", *error_fd, "Pipe that takes the reason of a failure");
   absl::Status status = zipage::ParseCommandLine(&app, argc, argv);
   if (absl::IsCancelled(status)) return 0;
   if (status.ok()) status = zipage::Validate(config);
@@ -65,7 +65,7 @@ int Run(int argc, char** argv, int* rank) {
                                         std::to_string(config.tp) + "; give a rank below tp");
   }
   if (!status.ok()) {
-    Report(status, error_fd);
+    Report(status, *error_fd);
     return 2;
   }
   options.rank = *rank;
@@ -83,7 +83,7 @@ int Run(int argc, char** argv, int* rank) {
   }
   if (status.ok()) status = zipage::RunWorker(options, config);
   if (status.ok()) return 0;
-  Report(status, error_fd);
+  Report(status, *error_fd);
   return 1;
 }
 
@@ -96,12 +96,17 @@ int main(int argc, char** argv) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (getppid() != parent) return 1;
   int rank = 0;
+  int error_fd = -1;
   try {
     FLAGS_logtostderr = true;
     google::InitGoogleLogging(argv[0], &PrintPrefix, &rank);
-    return Run(argc, argv, &rank);
+    return Run(argc, argv, &rank, &error_fd);
+  } catch (const std::bad_alloc&) {
+    Report(absl::ResourceExhaustedError("out of memory; free some, or lower max_num_batched_tokens "
+                                        "or max_num_seqs"),
+           error_fd);
   } catch (const std::exception& e) {
-    fprintf(stderr, "zipage-worker: rank %d: %s\n", rank, e.what());
-    return 1;
+    Report(absl::InternalError(e.what()), error_fd);
   }
+  return 1;
 }

@@ -196,6 +196,11 @@ absl::Status Worker::Serve() {
 absl::Status Worker::Load() {
   ZIPAGE_ASSIGN_OR_RETURN(const ModelConfig model, LoadModelConfig(config_.model));
   ZIPAGE_RETURN_IF_ERROR(CheckTensorParallel(model, config_.tp));
+  if (config_.max_model_len > model.max_position) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "max_model_len is ", config_.max_model_len, ", but ", config_.model,
+        "/config.json has max_position_embeddings ", model.max_position, "; give at most that"));
+  }
   ZIPAGE_ASSIGN_OR_RETURN(const Checkpoint checkpoint, OpenCheckpoint(config_.model, model));
   const DType stored = checkpoint.Get("model.embed_tokens.weight").dtype;
   ZIPAGE_ASSIGN_OR_RETURN(const DType dtype, backend_->ResolveDType(config_.dtype, stored));

@@ -248,9 +248,6 @@ absl::StatusOr<std::string> PackedLinear::KernelName(int64_t rows, DType out_dty
   return (*prepared)->kernel_name;
 }
 
-int64_t PackedLinear::out_features() const { return impl_->n; }
-int64_t PackedLinear::in_features() const { return impl_->k; }
-DType PackedLinear::compute_dtype() const { return impl_->dtype; }
 size_t PackedLinear::packed_bytes() const { return impl_->packed_memory.get_desc().get_size(); }
 
 }  // namespace zipage::cpu

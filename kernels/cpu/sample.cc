@@ -171,7 +171,6 @@ void Report(const float* logits, int64_t vocab, float max, int32_t num_top, Samp
   const double log_sum = max + std::log(sum / static_cast<double>(kUnitWeight));
   const float own = logits[sampled->token];
   sampled->logprob = static_cast<float>(own - log_sum);
-  sampled->rank = static_cast<int32_t>(1 + CountGreater(logits, vocab, own));
   if (num_top <= 0) return;
   std::vector<Candidate> candidates;
   SelectTop(logits, vocab, num_top, &candidates);

@@ -110,15 +110,11 @@ absl::Status Sample(const SampleParams& p) {
       return absl::InternalError(absl::StrFormat("row %d has no token to sample", r));
     }
     SampleResult& sampled = p.sampled[r];
-    sampled = {Draw(adjusted, row), 0.0F, 0};
+    sampled = {Draw(adjusted, row), 0.0F};
     if (row.num_logprobs < 0) continue;
     const std::vector<Token> order = Sorted(z, 1.0F);
     const double log_sum = order.front().z + std::log(static_cast<double>(Sum(order)) / 0x1p43);
     sampled.logprob = static_cast<float>(z[static_cast<size_t>(sampled.token)] - log_sum);
-    sampled.rank = 1;
-    for (const Token& token : order) {
-      if (token.z > z[static_cast<size_t>(sampled.token)]) ++sampled.rank;
-    }
     for (size_t i = 0; i < std::min(order.size(), static_cast<size_t>(row.num_logprobs)); ++i) {
       p.top_logprobs[r * p.max_logprobs + static_cast<int64_t>(i)] = {
           order[i].id, static_cast<float>(order[i].z - log_sum)};

@@ -104,16 +104,6 @@ ZIPAGE_INLINE uint64_t SumWeightsImpl(const float* logits, int64_t n, float max,
 ZIPAGE_LEAF(uint64_t, SumWeights, (const float* logits, int64_t n, float max, float temperature),
             (logits, n, max, temperature))
 
-template <int kLanes>
-ZIPAGE_INLINE int64_t CountGreaterImpl(const float* logits, int64_t n, float value) {
-  int64_t count = 0;
-  for (int64_t i = 0; i < n; ++i) count += logits[i] > value ? 1 : 0;
-  return count;
-}
-
-ZIPAGE_LEAF(int64_t, CountGreater, (const float* logits, int64_t n, float value),
-            (logits, n, value))
-
 void SelectTop(const float* logits, int64_t n, int64_t k, std::vector<Candidate>* out) {
   out->clear();
   k = std::min(k, n);

@@ -31,9 +31,6 @@ Top FindTop(const float* logits, int64_t n);
 uint64_t Weight(float logit, float max, float temperature);
 uint64_t SumWeights(const float* logits, int64_t n, float max, float temperature);
 
-// Logits over the value.
-int64_t CountGreater(const float* logits, int64_t n, float value);
-
 // The first min(k, n) tokens in order, themselves in no particular order.
 void SelectTop(const float* logits, int64_t n, int64_t k, std::vector<Candidate>* out);
 

@@ -51,10 +51,11 @@ Job::Job(uint64_t id, SubmitJob submit, LineReader reader, ResultWriter writer,
 
 absl::StatusOr<std::optional<ParseResult>> Job::Next() {
   CHECK(reading()) << "job " << id_ << " has nothing to read";
-  ZIPAGE_ASSIGN_OR_RETURN(LineReader::Line line, reader_.Next());
+  ZIPAGE_ASSIGN_OR_RETURN(const LineReader::Line line, reader_->Next());
   switch (line.kind) {
     case LineReader::Kind::kEnd:
       at_end_ = true;
+      reader_.reset();
       return std::optional<ParseResult>();
     case LineReader::Kind::kPending:
       return std::optional<ParseResult>();
@@ -105,6 +106,7 @@ void Job::Abandon(const std::string& error, Time now) {
   error_ = error;
   ended_ = now;
   num_open_ = 0;
+  reader_.reset();
   if (absl::Status status = writer_.Close(); !status.ok() && error_.empty()) {
     error_ = std::string(status.message());
   }

@@ -1,6 +1,6 @@
 #pragma once
-// One job: its input being streamed, its output being appended, and its counts. Owns both files.
-// Scheduler thread only.
+// One job: its input being streamed, its output being appended, and its counts. Owns both files
+// while it needs them, so that ended jobs hold no descriptor. Scheduler thread only.
 
 #include <chrono>
 #include <cstdint>
@@ -35,9 +35,7 @@ class Job {
   // LineReader::Next. REQUIRES: reading().
   absl::StatusOr<std::optional<ParseResult>> Next();
 
-  // A request read from this job is being worked on until one of the Answer functions is called.
-  uint64_t num_open() const { return num_open_; }
-  // Appends the output line of a request and counts it.
+  // Appends the output line of a request that Next gave and counts it.
   absl::Status AnswerSuccess(std::string_view line, int64_t prompt_tokens, int64_t output_tokens);
   absl::Status AnswerFailure(std::string_view line);
 
@@ -55,7 +53,7 @@ class Job {
 
   uint64_t id_;
   SubmitJob submit_;
-  LineReader reader_;
+  std::optional<LineReader> reader_;  // While reading().
   ResultWriter writer_;
   int64_t max_line_bytes_;
   Time submitted_;
@@ -64,7 +62,7 @@ class Job {
   std::string error_;
   bool at_end_ = false;
   uint64_t num_read_ = 0;
-  uint64_t num_open_ = 0;
+  uint64_t num_open_ = 0;  // Requests read and not answered.
   uint64_t num_succeeded_ = 0;
   uint64_t num_failed_ = 0;
   uint64_t prompt_tokens_ = 0;

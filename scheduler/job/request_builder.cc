@@ -46,9 +46,8 @@ void SortUnique(std::vector<int32_t>* ids) {
 
 }  // namespace
 
-RequestBuilder::RequestBuilder(const Tokenizer* tokenizer, const ChatTemplate* chat_template,
-                               Options options)
-    : tokenizer_(tokenizer), chat_template_(chat_template), options_(std::move(options)) {
+RequestBuilder::RequestBuilder(const Tokenizer* tokenizer, Templates templates, Options options)
+    : tokenizer_(tokenizer), templates_(templates), options_(std::move(options)) {
   CHECK(tokenizer_ != nullptr);
   CHECK_GT(options_.max_model_len, 0);
   CHECK_GT(options_.vocab_size, 0);
@@ -91,11 +90,13 @@ bool RequestBuilder::EncodePrompt(const ParsedRequest& request, std::vector<int3
   const char* field = request.is_chat ? "messages" : "prompt";
   std::string rendered;
   if (request.is_chat) {
-    if (chat_template_ == nullptr) {
+    const ChatTemplate* chat_template =
+        request.tools.is_null() ? templates_.chat : templates_.tools;
+    if (chat_template == nullptr) {
       return Refuse(error, field,
                     "the model has no chat template; give a prompt instead of messages");
     }
-    absl::StatusOr<std::string> text = RenderChat(request);
+    absl::StatusOr<std::string> text = RenderChat(*chat_template, request);
     if (!text.ok()) {
       return Refuse(error, field,
                     absl::StrFormat("the chat template refuses the messages: %s",
@@ -208,6 +209,13 @@ bool RequestBuilder::BuildSampling(const ParsedRequest& request, BuiltRequest* b
                                   request.stop_token_ids[*bad], options_.vocab_size - 1));
   }
   SetStopTokens(request, built);
+  if (sampling.min_tokens > 0 &&
+      std::ssize(sampling.stop_token_ids) >= static_cast<std::ptrdiff_t>(options_.vocab_size)) {
+    return Refuse(error, "stop_token_ids",
+                  absl::StrFormat("stop_token_ids holds all %d ids of the vocabulary, which leaves "
+                                  "nothing for min_tokens %d; give fewer, or min_tokens 0",
+                                  options_.vocab_size, sampling.min_tokens));
+  }
   return true;
 }
 
@@ -228,13 +236,14 @@ void RequestBuilder::SetStopTokens(const ParsedRequest& request, BuiltRequest* b
   SortUnique(&built->sampling.stop_token_ids);
 }
 
-absl::StatusOr<std::string> RequestBuilder::RenderChat(const ParsedRequest& request) const {
+absl::StatusOr<std::string> RequestBuilder::RenderChat(const ChatTemplate& chat_template,
+                                                       const ParsedRequest& request) const {
   // As in transformers, a template sees the special tokens (bos_token, …), then the request's own
   // arguments, which may replace them.
   nlohmann::ordered_json variables = tokenizer_->special_tokens();
   if (!request.chat_template_kwargs.is_null()) variables.update(request.chat_template_kwargs);
   if (!request.tools.is_null()) variables["tools"] = request.tools;
-  return chat_template_->Render(request.messages, variables, request.add_generation_prompt);
+  return chat_template.Render(request.messages, variables, request.add_generation_prompt);
 }
 
 }  // namespace zipage

@@ -57,9 +57,14 @@ class RequestBuilder {
     GenerationDefaults defaults;
   };
 
-  // `chat_template` may be null for a model without one: chat requests are refused. Both must
-  // outlive the builder.
-  RequestBuilder(const Tokenizer* tokenizer, const ChatTemplate* chat_template, Options options);
+  // Null where the model has none: such chat requests are refused.
+  struct Templates {
+    const ChatTemplate* chat = nullptr;   // for requests without tools
+    const ChatTemplate* tools = nullptr;  // for requests with tools; often the same text
+  };
+
+  // The tokenizer and the templates outlive the builder.
+  RequestBuilder(const Tokenizer* tokenizer, Templates templates, Options options);
 
   BuildResult Build(ParsedRequest request) const;
 
@@ -69,11 +74,12 @@ class RequestBuilder {
   bool EncodePrompt(const ParsedRequest& request, std::vector<int32_t>* ids,
                     RequestError* error) const;
   bool BuildSampling(const ParsedRequest& request, BuiltRequest* built, RequestError* error) const;
-  absl::StatusOr<std::string> RenderChat(const ParsedRequest& request) const;
+  absl::StatusOr<std::string> RenderChat(const ChatTemplate& chat_template,
+                                         const ParsedRequest& request) const;
   void SetStopTokens(const ParsedRequest& request, BuiltRequest* built) const;
 
   const Tokenizer* tokenizer_;
-  const ChatTemplate* chat_template_;
+  Templates templates_;
   Options options_;
 };
 

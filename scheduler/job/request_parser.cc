@@ -1,7 +1,6 @@
 #include "scheduler/job/request_parser.h"
 
 #include <initializer_list>
-#include <utility>
 
 #include "absl/strings/str_format.h"
 #include "scheduler/job/body_fields.h"

@@ -7,8 +7,8 @@
 //   refused    {"id","custom_id","response":{"status_code":400,"request_id","body":{"error":
 //               {"message","type","param","code","line"}}},"error":null,"line":7}
 //   failed     {"id","custom_id","response":null,"error":{"code","message"},"line":7}
-// So status_code decides, as with OpenAI. "failed" is for the engine's own fault or a cancelled
-// job.
+// So status_code decides, as with OpenAI. "failed" is for the engine's own fault. The
+// unanswered requests of a cancelled job have no line.
 
 #include <cstdint>
 #include <optional>
@@ -73,8 +73,7 @@ std::string FormatResult(const CompletionResult& result);
 // The line of a refused request. `request_id` as in CompletionResult.
 std::string FormatRefusal(const RequestError& error, std::string_view request_id);
 
-// The line of a request that was accepted but has no answer. `code` is such as "cancelled" or
-// "internal_error".
+// The line of a request that was accepted but has no answer. `code` is such as "internal_error".
 std::string FormatFailure(std::string_view request_id, std::string_view custom_id, int64_t line,
                           std::string_view code, std::string_view message);
 

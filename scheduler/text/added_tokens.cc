@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_format.h"
 #include "proto/status.h"
 #include "scheduler/text/bpe.h"
@@ -98,10 +99,11 @@ absl::StatusOr<AddedTokens> AddedTokens::Parse(
   if (list.size() > kMaxTokens) {
     return Invalid(absl::StrFormat("%d entries; at most %d", list.size(), kMaxTokens));
   }
+  absl::flat_hash_set<int32_t> ids;
   for (const nlohmann::json& node : list) {
     ZIPAGE_ASSIGN_OR_RETURN(AddedToken token, ParseOne(node));
     size_t index = result.tokens_.size();
-    if (!result.by_id_.emplace(token.id, index).second) {
+    if (!ids.insert(token.id).second) {
       return Invalid(absl::StrFormat("two tokens have id %d", token.id));
     }
     if (!result.by_content_.emplace(token.content, index).second) {
@@ -123,7 +125,6 @@ void AddedTokens::MarkSpecial(std::string_view content, int32_t id) {
     return;
   }
   size_t index = tokens_.size();
-  by_id_.emplace(id, index);
   by_content_.emplace(content, index);
   raw_.Add(content, static_cast<int32_t>(index));
   AddedToken token;
@@ -169,11 +170,6 @@ bool AddedTokens::Split(std::string_view text, bool normalized, Sink sink) const
     covered = std::max(covered, end);
   }
   return covered >= text.size() || sink(text.substr(covered), nullptr);
-}
-
-const AddedToken* AddedTokens::Find(int32_t id) const {
-  auto it = by_id_.find(id);
-  return it == by_id_.end() ? nullptr : &tokens_[it->second];
 }
 
 const AddedToken* AddedTokens::Find(std::string_view content) const {

@@ -44,7 +44,6 @@ class AddedTokens {
   // returns false if it did.
   bool Split(std::string_view text, bool normalized, Sink sink) const;
 
-  const AddedToken* Find(int32_t id) const;
   const AddedToken* Find(std::string_view content) const;
   const std::vector<AddedToken>& tokens() const { return tokens_; }
 
@@ -61,7 +60,6 @@ class AddedTokens {
   };
 
   std::vector<AddedToken> tokens_;
-  absl::flat_hash_map<int32_t, size_t> by_id_;
   absl::flat_hash_map<std::string, size_t> by_content_;
   Trie raw_;
   Trie normalized_;

@@ -1,6 +1,7 @@
 #pragma once
 // Turns the tokens of one sequence into text as they come. Scheduler thread; one per sequence.
-// Invariant: everything Push and Flush returned, joined, is Tokenizer::Decode of all the ids.
+// Invariant: everything Push and Flush returned, joined, is the text of all TokenBytes joined, with
+// invalid UTF-8 replaced by U+FFFD.
 
 #include <cstdint>
 #include <string>

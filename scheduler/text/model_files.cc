@@ -140,8 +140,10 @@ absl::Status AddEosIds(const nlohmann::json& config, std::string_view file,
 absl::StatusOr<std::string> ReadFile(const std::string& path, size_t max_bytes) {
   std::unique_ptr<FILE, int (*)(FILE*)> file(std::fopen(path.c_str(), "rb"), &std::fclose);
   if (file == nullptr) {
-    std::string message = absl::StrFormat("%s: %s", path, std::strerror(errno));
-    return errno == ENOENT ? absl::NotFoundError(message) : absl::FailedPreconditionError(message);
+    const int error = errno;
+    const std::string message = absl::StrFormat(
+        "%s: %s; give the folder of a Hugging Face model by --model DIR", path, strerror(error));
+    return error == ENOENT ? absl::NotFoundError(message) : absl::FailedPreconditionError(message);
   }
   std::string text;
   char buffer[1 << 16];

@@ -1,7 +1,5 @@
 #include "scheduler/text/tokenizer.h"
 
-#include <algorithm>
-
 #include "absl/strings/str_format.h"
 #include "proto/status.h"
 #include "scheduler/text/utf8.h"
@@ -85,17 +83,6 @@ void Tokenizer::EncodePiece(std::string_view piece, size_t max_tokens,
     bpe_->EncodePiece(piece, &it->second);
   }
   ids->insert(ids->end(), it->second.begin(), it->second.end());
-}
-
-std::string Tokenizer::Decode(absl::Span<const int32_t> ids, bool skip_special) const {
-  std::string bytes;
-  for (int32_t id : ids) {
-    if (!skip_special || !IsSpecial(id)) bytes += TokenBytes(id);
-  }
-  std::string text;
-  text.reserve(bytes.size());
-  AppendLossyUtf8(bytes, /*is_final=*/true, &text);
-  return text;
 }
 
 const std::string& Tokenizer::TokenBytes(int32_t id) const {

@@ -18,7 +18,6 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/statusor.h"
-#include "absl/types/span.h"
 #include "nlohmann/json.hpp"
 #include "scheduler/text/added_tokens.h"
 #include "scheduler/text/bpe.h"
@@ -46,23 +45,11 @@ class Tokenizer {
       std::string_view text, bool add_special_tokens,
       size_t max_tokens = std::numeric_limits<size_t>::max()) const;
 
-  // Text of `ids`, invalid UTF-8 replaced by U+FFFD. Ids outside the vocabulary give nothing; with
-  // `skip_special` neither do special tokens. IncrementalDetokenizer gives the same piecewise.
-  std::string Decode(absl::Span<const int32_t> ids, bool skip_special) const;
-
   // Raw bytes that a token adds to the text; they may be part of a character. Empty if unknown.
   const std::string& TokenBytes(int32_t id) const;
   bool IsSpecial(int32_t id) const;
   // Id of an added token by its text, or of a vocabulary entry as tokenizer.json writes it.
   std::optional<int32_t> TokenId(std::string_view token) const;
-  // One more than the largest id; a model's own vocab_size may be padded beyond it.
-  int32_t vocab_size() const { return static_cast<int32_t>(is_special_.size()); }
-
-  // bos_token and eos_token of tokenizer_config.json; empty, and no id, if there is none.
-  const std::string& bos_token() const { return bos_token_; }
-  const std::string& eos_token() const { return eos_token_; }
-  std::optional<int32_t> bos_token_id() const { return bos_id_; }
-  std::optional<int32_t> eos_token_id() const { return eos_id_; }
 
   // Ids that end a sequence, sorted: those of generation_config.json, config.json and eos_token.
   const std::vector<int32_t>& eos_token_ids() const { return eos_token_ids_; }
@@ -98,10 +85,7 @@ class Tokenizer {
   std::vector<int32_t> prefix_ids_;  // around a text with add_special_tokens
   std::vector<int32_t> suffix_ids_;
 
-  std::string bos_token_;
-  std::string eos_token_;
-  std::optional<int32_t> bos_id_;
-  std::optional<int32_t> eos_id_;
+  std::optional<int32_t> eos_id_;  // of tokenizer_config.json's eos_token
   std::vector<int32_t> eos_token_ids_;
   nlohmann::ordered_json special_tokens_ = nlohmann::ordered_json::object();
   std::vector<std::pair<std::string, std::string>> chat_templates_;  // name, source

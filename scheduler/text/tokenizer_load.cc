@@ -221,6 +221,7 @@ absl::Status Tokenizer::ReadConfig(const nlohmann::json& config, bool has_post_p
     if (id) added_.MarkSpecial(text, *id);
     return id;
   };
+  std::optional<int32_t> bos_id;
   for (std::string_view name : kNamedTokens) {
     ZIPAGE_ASSIGN_OR_RETURN(std::string text, TokenText(Member(config, name.data()), name));
     std::optional<int32_t> id = add(name, text);
@@ -229,8 +230,7 @@ absl::Status Tokenizer::ReadConfig(const nlohmann::json& config, bool has_post_p
       return Invalid(absl::StrFormat("%s '%s' of tokenizer_config.json is not in the vocabulary",
                                      name, text.substr(0, 80)));
     }
-    (name == "bos_token" ? bos_token_ : eos_token_) = text;
-    (name == "bos_token" ? bos_id_ : eos_id_) = id;
+    (name == "bos_token" ? bos_id : eos_id_) = id;
   }
   const nlohmann::json& additional = Member(config, "additional_special_tokens");
   if (additional.is_array()) {
@@ -246,7 +246,7 @@ absl::Status Tokenizer::ReadConfig(const nlohmann::json& config, bool has_post_p
   if (!has_post_processor || !add_bos.is_null() || !add_eos.is_null()) {
     prefix_ids_.clear();
     suffix_ids_.clear();
-    if (add_bos == true && bos_id_) prefix_ids_ = {*bos_id_};
+    if (add_bos == true && bos_id) prefix_ids_ = {*bos_id};
     if (add_eos == true && eos_id_) suffix_ids_ = {*eos_id_};
   }
   return absl::OkStatus();

@@ -201,7 +201,7 @@ TEST_F(LifeTest, ASecondSignalEndsAtOnce) {
 
 TEST_F(LifeTest, ASignalWhileItLoadsEndsTheEngine) {
   std::mt19937 random(11);
-  for (int round = 0; round < 6; ++round) {
+  for (int round = 0; round < 4; ++round) {
     auto launch = StartLongJob({"--drain_timeout_s", "0"});
     SchedulerPid();
     std::this_thread::sleep_for(std::chrono::microseconds(random() % 100'000));

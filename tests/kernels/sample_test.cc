@@ -104,7 +104,6 @@ TEST(SampleTest, EqualsTheReferenceExactly) {
     for (size_t r = 0; r < num_rows; ++r) {
       ASSERT_EQ(got.sampled[r].token, expected.sampled[r].token) << "round " << round;
       ASSERT_EQ(got.sampled[r].logprob, expected.sampled[r].logprob);
-      ASSERT_EQ(got.sampled[r].rank, expected.sampled[r].rank);
     }
     for (size_t i = 0; i < got.top.size(); ++i) {
       ASSERT_EQ(got.top[i].token, expected.top[i].token);
@@ -137,7 +136,6 @@ TEST(SampleTest, EqualsTheReferenceOnALargeVocabulary) {
       ASSERT_TRUE(got.status.ok());
       ASSERT_EQ(got.sampled[0].token, expected.sampled[0].token)
           << temperature << " " << top_k << " " << top_p << " " << min_p;
-      ASSERT_EQ(got.sampled[0].rank, expected.sampled[0].rank);
       for (size_t i = 0; i < 20; ++i) ASSERT_EQ(got.top[i].token, expected.top[i].token);
     }
   }

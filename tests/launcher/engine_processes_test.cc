@@ -1,7 +1,6 @@
 #include "launcher/engine_processes.h"
 
 #include <gtest/gtest.h>
-#include <sched.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -22,33 +21,6 @@ TEST(ResolveDeviceTest, AutoIsCpuAndCudaIsRefusedWithTheCure) {
   EXPECT_NE(status.message().find("--device cpu"), absl::string_view::npos) << status;
 }
 
-TEST(ThreadsPerRankTest, TheOptionComesFirstThenTheEnvironmentThenAShareOfTheCores) {
-  Config config;
-  config.tp = 4;
-  EXPECT_EQ(ThreadsPerRank(config, 18, nullptr), 4);
-  EXPECT_EQ(ThreadsPerRank(config, 2, nullptr), 1);
-  EXPECT_EQ(ThreadsPerRank(config, 18, "3"), 3);
-  EXPECT_EQ(ThreadsPerRank(config, 18, "5,2"), 5);
-  for (const char* bad : {"", "0", "-2", "many", "99999999999"}) {
-    EXPECT_EQ(ThreadsPerRank(config, 18, bad), 4) << bad;
-  }
-  config.cpu_threads = 7;
-  EXPECT_EQ(ThreadsPerRank(config, 18, "3"), 7);
-}
-
-TEST(AvailableCoresTest, RespectsTheAffinity) {
-  cpu_set_t before, one;
-  ASSERT_EQ(sched_getaffinity(0, sizeof(before), &before), 0);
-  EXPECT_EQ(AvailableCores(), CPU_COUNT(&before));
-  CPU_ZERO(&one);
-  for (int i = 0; i < CPU_SETSIZE && CPU_COUNT(&one) == 0; ++i) {
-    if (CPU_ISSET(i, &before)) CPU_SET(i, &one);
-  }
-  ASSERT_EQ(sched_setaffinity(0, sizeof(one), &one), 0);
-  EXPECT_EQ(AvailableCores(), 1);
-  ASSERT_EQ(sched_setaffinity(0, sizeof(before), &before), 0);
-}
-
 TEST(SharedMemoryTest, IsZeroAndLarge) {
   const auto memory = MakeSharedMemory();
   ASSERT_TRUE(memory.ok()) << memory.status();
@@ -65,7 +37,6 @@ TEST(EngineProcessesTest, IsASchedulerAndAWorkerPerRank) {
   ASSERT_TRUE(run.ok());
   Config config;
   config.tp = 2;
-  config.cpu_threads = 3;
   const std::vector<ProcessSpec> specs = EngineProcesses(config, **run, "/opt/bin", 42);
   ASSERT_EQ(specs.size(), 3U);
   EXPECT_EQ(specs[0].name, kSchedulerName);
@@ -81,8 +52,8 @@ TEST(EngineProcessesTest, IsASchedulerAndAWorkerPerRank) {
                                "--endpoint", "ipc://" + path + "/worker.sock", "--shm_fd", "42"}));
     EXPECT_EQ(worker.fds, std::vector<int>{42});
     EXPECT_TRUE(worker.dies_with_parent);
-    EXPECT_EQ(worker.environment, (std::vector<std::pair<std::string, std::string>>{
-                                      {"OMP_NUM_THREADS", "3"}, {"OMP_WAIT_POLICY", "passive"}}));
+    EXPECT_EQ(worker.environment,
+              (std::vector<std::pair<std::string, std::string>>{{"OMP_WAIT_POLICY", "passive"}}));
   }
   config.tp = 1;
   const std::vector<ProcessSpec> alone = EngineProcesses(config, **run, "/opt/bin", std::nullopt);

@@ -186,7 +186,7 @@ TEST(SupervisorDeathTest, ChildrenNoticeThatTheSupervisorWasKilled) {
   if (parent == 0) {
     auto supervisor = Supervisor::Create();
     if (!supervisor.ok()) _exit(1);
-    ProcessSpec deaf = Announcing("deaf", dir / "deaf", "sleep 1000");
+    ProcessSpec deaf = Announcing("deaf", dir / "deaf", "exec sleep 1000");
     ProcessSpec polite = Announcing("polite", dir / "polite", "cat <&$2; echo > " + (dir / "done"));
     polite.dies_with_parent = false;
     if (!(*supervisor)->Start(deaf).ok() || !(*supervisor)->Start(polite).ok()) _exit(1);

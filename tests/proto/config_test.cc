@@ -281,7 +281,7 @@ TEST_F(ConfigTest, ChecksEveryRangeAtBothEnds) {
       {"tp", {"1", "64"}, {"0", "65", "-1"}},
       {"device", {"auto", "cpu", "cuda"}, {"gpu", "", "CPU"}},
       {"dtype", {"auto", "float32", "bfloat16", "float16"}, {"half", "bf16"}},
-      {"max_model_len", {"0", "1", "1073741824"}, {"-1", "1073741825"}},
+      {"max_model_len", {"0", "2", "1073741824"}, {"-1", "1", "1073741825"}},
       {"max_num_seqs", {"1", "2048"}, {"0", "65537", "-3"}},
       {"max_num_batched_tokens", {"256", "1048576"}, {"0", "1048577"}},
       {"kvcache_block_size", {"16", "256"}, {"15", "257"}},

@@ -102,6 +102,17 @@ TEST_F(AdmissionTest, LeavesAReserveUnlessNothingRuns) {
   EXPECT_TRUE(admission_.Fits(*sequence, 1000, 1000, 1000, 0));
 }
 
+TEST_F(AdmissionTest, CountsTheWaitingSequencesOfEachJob) {
+  Add(1);
+  Add(1);
+  Add(2);
+  EXPECT_EQ(admission_.num_waiting(1), 2);
+  Leave(AdmitNext());
+  EXPECT_EQ(admission_.num_waiting(1), 1);
+  EXPECT_EQ(admission_.num_waiting(2), 1);
+  EXPECT_EQ(admission_.num_waiting(3), 0);
+}
+
 TEST_F(AdmissionTest, RemovesAWaitingSequence) {
   Sequence* a = Add(1);
   Sequence* b = Add(1);

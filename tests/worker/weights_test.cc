@@ -34,7 +34,8 @@ TEST(WeightsTest, EveryRankHoldsTheKvHeadsOfItsQueryHeads) {
         ASSERT_EQ(shard.heads.size() % shard.kv_heads.size(), 0);
         const int64_t group = shard.heads.size() / shard.kv_heads.size();
         for (int64_t i = 0; i < shard.heads.size(); ++i) {
-          EXPECT_EQ((shard.heads.begin + i) / config.group_size(), shard.kv_heads.begin + i / group)
+          EXPECT_EQ((shard.heads.begin + i) / (config.num_heads / config.num_kv_heads),
+                    shard.kv_heads.begin + i / group)
               << kv_heads << " KV heads, rank " << rank << " of " << tp;
         }
       }

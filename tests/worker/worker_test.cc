@@ -233,6 +233,13 @@ TEST_F(WorkerTest, TensorParallelSizesThatDoNotDivideAreReported) {
   ExpectError(absl::StatusCode::kInvalidArgument, "tp");
 }
 
+TEST_F(WorkerTest, MorePositionsThanTheModelHasAreReportedBeforeAnythingIsAllocated) {
+  config_.max_model_len = 1 << 30;
+  StartWorkers(false);
+  ReceiveFromAll<Hello>();
+  ExpectError(absl::StatusCode::kInvalidArgument, "max_model_len is 1073741824, but");
+}
+
 TEST_F(WorkerTest, Float16IsReportedWithTheCure) {
   config_.dtype = "float16";
   StartWorkers(false);

@@ -189,39 +189,26 @@ void FindExtras(const std::vector<ExpectedTensor>& expected, const Found& found,
 }
 
 template <typename From>
-void CopyConverted(const From* from, size_t count, DType out_dtype, void* out) {
-  for (size_t i = 0; i < count; ++i) {
-    const float value = ToFloat(from[i]);
-    switch (out_dtype) {
-      case DType::kFloat32:
-        static_cast<float*>(out)[i] = value;
-        break;
-      case DType::kBFloat16:
-        static_cast<BFloat16*>(out)[i] = ToBFloat16(value);
-        break;
-      case DType::kFloat16:
-        static_cast<Float16*>(out)[i] = ToFloat16(value);
-        break;
-    }
-  }
+std::vector<float> Converted(const void* from, size_t count) {
+  const From* values = static_cast<const From*>(from);
+  std::vector<float> floats(count);
+  for (size_t i = 0; i < count; ++i) floats[i] = ToFloat(values[i]);
+  return floats;
 }
 
 }  // namespace
 
-void CopyRows(const TensorView& view, int64_t row_begin, int64_t row_end, DType out_dtype,
-              void* out) {
-  CHECK(0 <= row_begin && row_begin <= row_end && row_end <= view.rows())
-      << "rows " << row_begin << " to " << row_end << " of " << view.rows();
-  const auto count = static_cast<size_t>((row_end - row_begin) * view.columns());
-  const void* from = view.At(row_begin);
+std::vector<float> ToFloats(const TensorView& view) {
+  const auto count = static_cast<size_t>(view.rows() * view.columns());
   switch (view.dtype) {
-    case DType::kFloat32:
-      return CopyConverted(static_cast<const float*>(from), count, out_dtype, out);
     case DType::kBFloat16:
-      return CopyConverted(static_cast<const BFloat16*>(from), count, out_dtype, out);
+      return Converted<BFloat16>(view.data, count);
     case DType::kFloat16:
-      return CopyConverted(static_cast<const Float16*>(from), count, out_dtype, out);
+      return Converted<Float16>(view.data, count);
+    case DType::kFloat32:
+      break;
   }
+  return Converted<float>(view.data, count);
 }
 
 std::vector<ExpectedTensor> ExpectedTensors(const ModelConfig& config) {

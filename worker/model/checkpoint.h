@@ -31,10 +31,8 @@ struct TensorView {
   }
 };
 
-// Copies rows [row_begin, row_end) (elements, for a vector), converted: out
-// [row_end - row_begin, columns()] of out_dtype. CHECKs the range.
-void CopyRows(const TensorView& view, int64_t row_begin, int64_t row_end, DType out_dtype,
-              void* out);
+// All elements as float32: [shape...], flat.
+std::vector<float> ToFloats(const TensorView& view);
 
 struct ExpectedTensor {
   std::string name;

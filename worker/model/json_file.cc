@@ -38,8 +38,6 @@ int Depth(const std::string& text) {
   return deepest;
 }
 
-}  // namespace
-
 absl::StatusOr<std::string> ReadSmallFile(const std::string& path, size_t max_bytes) {
   std::ifstream file(path, std::ios::binary);
   if (!file) return absl::NotFoundError(absl::StrCat(path, ": no such file, or not readable"));
@@ -56,6 +54,8 @@ absl::StatusOr<std::string> ReadSmallFile(const std::string& path, size_t max_by
   if (file.bad()) return absl::DataLossError(absl::StrCat(path, ": reading failed"));
   return text;
 }
+
+}  // namespace
 
 absl::StatusOr<nlohmann::json> ReadJsonObject(const std::string& path, size_t max_bytes) {
   ZIPAGE_ASSIGN_OR_RETURN(const std::string text, ReadSmallFile(path, max_bytes));

@@ -12,11 +12,8 @@
 
 namespace zipage {
 
-// The whole file, at most `max_bytes`. kNotFound, or kDataLoss if it cannot be read;
-// kInvalidArgument if it is too large, not JSON, or holds a name twice.
-absl::StatusOr<std::string> ReadSmallFile(const std::string& path, size_t max_bytes);
-
-// The same, parsed: a JSON object nested at most 32 deep.
+// The JSON object in a file of at most `max_bytes`, nested at most 32 deep. kNotFound, or kDataLoss
+// if it cannot be read; kInvalidArgument if it is too large, not JSON, or holds a name twice.
 absl::StatusOr<nlohmann::json> ReadJsonObject(const std::string& path, size_t max_bytes);
 
 // JSON text of a value, cut to fit a message.

@@ -18,7 +18,7 @@ constexpr int kMaxHidden = 1 << 20;
 constexpr int kMaxLayers = 1 << 12;
 constexpr int kMaxHeads = 1 << 12;
 constexpr int kMaxHeadDim = 1 << 12;
-constexpr int kMaxVocab = 1 << 24;
+constexpr int kMaxVocab = 1 << 20;  // of cpu::Sample
 
 absl::Status Unsupported(const JsonFields& fields, const char* name, const char* cure) {
   return absl::UnimplementedError(absl::StrFormat("%s: %s is %s; %s", fields.where(), name,

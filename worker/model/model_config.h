@@ -50,9 +50,6 @@ struct ModelConfig {
   bool qk_norm = false;              // RMSNorm of each query and key head before rotation
   RopeConfig rope;
   std::optional<DType> dtype;  // of the weights, if config.json says so
-
-  // Query heads that share one KV head.
-  int group_size() const { return num_heads / num_kv_heads; }
 };
 
 // Reads `model_dir`/config.json. Errors name file, field and value: kNotFound (no such file),

@@ -47,8 +47,7 @@ struct HeaderEntry {
 
 // Accepts exactly the header's grammar, event by event, so that a hostile header costs no more
 // memory than its own size: {name: {"dtype": string, "shape": [u64...], "data_offsets": [u64,
-// u64]}} and
-// {"__metadata__": {string: string}}.
+// u64]}} and {"__metadata__": {string: string}}.
 class HeaderReader final : public nlohmann::json_sax<nlohmann::json> {
  public:
   std::vector<HeaderEntry>& entries() { return entries_; }

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "glog/logging.h"
 #include "kernels/rope.h"
 
@@ -61,9 +62,7 @@ absl::StatusOr<DeviceMemory> Loader::Upload(const void* data, size_t bytes,
 }
 
 absl::Status Loader::LoadVector(const std::string& name, DeviceMemory* vector) {
-  const TensorView& view = checkpoint_.Get(name);
-  std::vector<float> values(view.rows());
-  CopyRows(view, 0, view.rows(), DType::kFloat32, values.data());
+  const std::vector<float> values = ToFloats(checkpoint_.Get(name));
   ZIPAGE_ASSIGN_OR_RETURN(*vector, Upload(values.data(), values.size() * sizeof(float), name));
   return absl::OkStatus();
 }
@@ -157,6 +156,30 @@ void Loader::LogProgress(int layer) {
             << " layers, " << (weights_->bytes >> 20) << " MiB";
 }
 
+// The smallest amount that can be told in advance: a rank's share of the matrices and the rope
+// table, while it is made and uploaded. Memory that is only reserved here would end the process
+// when it is touched.
+absl::Status CheckMemory(const ModelConfig& config, int tp, DType dtype, int64_t max_position,
+                         const Backend& backend) {
+  double elements = 0;
+  for (const ExpectedTensor& tensor : ExpectedTensors(config)) {
+    double size = 1;
+    for (const int64_t dimension : tensor.shape) size *= static_cast<double>(dimension);
+    elements += size;
+  }
+  constexpr double kGiB = 1 << 30;
+  const double matrices = elements * static_cast<double>(DTypeSize(dtype)) / tp;
+  const double rope = 2.0 * sizeof(float) * static_cast<double>(max_position) * config.head_dim;
+  ZIPAGE_ASSIGN_OR_RETURN(const size_t available, backend.AvailableMemory());
+  if (matrices + rope <= static_cast<double>(available)) return absl::OkStatus();
+  return absl::ResourceExhaustedError(absl::StrFormat(
+      "%s takes %.2f GiB on each of %d ranks for weights in %s and %.2f GiB for %d positions, but "
+      "%.2f GiB are available; %s",
+      config.path, matrices / kGiB, tp, DTypeName(dtype), rope / kGiB, max_position,
+      static_cast<double>(available) / kGiB,
+      rope > matrices ? "lower max_model_len" : "free memory or choose a smaller model"));
+}
+
 }  // namespace
 
 Shard EvenShard(int64_t total, int rank, int tp) {
@@ -178,6 +201,7 @@ ModelShard MakeModelShard(const ModelConfig& config, int rank, int tp) {
 absl::StatusOr<Weights> LoadWeights(const ModelConfig& config, const Checkpoint& checkpoint,
                                     int rank, int tp, DType dtype, int64_t max_position,
                                     Backend* backend) {
+  ZIPAGE_RETURN_IF_ERROR(CheckMemory(config, tp, dtype, max_position, *backend));
   Weights weights;
   weights.shard = MakeModelShard(config, rank, tp);
   weights.dtype = dtype;

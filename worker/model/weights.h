@@ -63,8 +63,8 @@ struct Weights {
 };
 
 // Loads rank's share of the `tp` ranks, one matrix at a time, so that the peak is the result and
-// two copies of the largest matrix. max_position: rows of the rope table. kResourceExhausted if
-// memory is short. REQUIRES: CheckTensorParallel(config, tp) is OK.
+// two copies of the largest matrix. max_position: rows of the rope table. kResourceExhausted, with
+// the numbers, if memory is short. REQUIRES: CheckTensorParallel(config, tp) is OK.
 absl::StatusOr<Weights> LoadWeights(const ModelConfig& config, const Checkpoint& checkpoint,
                                     int rank, int tp, DType dtype, int64_t max_position,
                                     Backend* backend);

@@ -44,7 +44,8 @@ BuildResult Build(const std::string& line, const RequestBuilder::Options& option
     ADD_FAILURE() << line << "\n  not parsed: " << error->message;
     return *error;
   }
-  const RequestBuilder builder(&TinyTokenizer(), &TinyTemplate(), options);
+  const RequestBuilder builder(&TinyTokenizer(),
+                               {.chat = &TinyTemplate(), .tools = &TinyTemplate()}, options);
   return builder.Build(std::get<ParsedRequest>(std::move(parsed)));
 }
 
@@ -102,12 +103,35 @@ TEST(RequestBuilderTest, TokenizesPromptsAndRenderedMessages) {
             (std::vector<int32_t>{0, 511}));
 }
 
+TEST(RequestBuilderTest, RendersRequestsWithToolsByTheTemplateForTools) {
+  const ChatTemplate tools = *ChatTemplate::Parse("{{ tools[0].function.name }}!");
+  const std::string plain = R"({"id":"a","messages":[{"role":"user","content":"hi"}]})";
+  const std::string with_tools = R"({"id":"a","messages":[{"role":"user","content":"hi"}],)"
+                                 R"("tools":[{"type":"function","function":{"name":"get time"}}]})";
+  const auto build = [&](const std::string& line, RequestBuilder::Templates templates) {
+    return RequestBuilder(&TinyTokenizer(), templates, TinyOptions())
+        .Build(std::get<ParsedRequest>(ParseRequest(line, 7)));
+  };
+  const RequestBuilder::Templates both = {.chat = &TinyTemplate(), .tools = &tools};
+  EXPECT_EQ(std::get<BuiltRequest>(build(with_tools, both)).prompt_token_ids,
+            *TinyTokenizer().Encode("get time!", false));
+  EXPECT_EQ(std::get<BuiltRequest>(build(plain, both)).prompt_token_ids,
+            Good(plain).prompt_token_ids);
+  const BuildResult refused = build(plain, {.tools = &tools});
+  EXPECT_TRUE(Says(std::get<RequestError>(refused), "has no chat template"));
+}
+
 TEST(RequestBuilderTest, RefusesPromptsThatAreEmptyOrOutsideTheVocabulary) {
   EXPECT_EQ(Bad(R"({"id":"a","prompt":""})").field, "prompt");
   EXPECT_TRUE(Says(Bad(R"({"id":"a","prompt_token_ids":[1,512]})"),
                    "prompt_token_ids[1] is 512; give ids from 0 to 511"));
   EXPECT_TRUE(Says(Bad(R"({"id":"a","prompt":"x","stop_token_ids":[3,600]})"),
                    "stop_token_ids[1] is 600; give ids from 0 to 511"));
+  std::string all = "0";
+  for (int id = 1; id < 512; ++id) all += "," + std::to_string(id);
+  all = R"({"prompt":"x","stop_token_ids":[)" + all + R"(],"min_tokens":)";
+  EXPECT_TRUE(Says(Bad(all + "1}"), "stop_token_ids holds all 512 ids of the vocabulary"));
+  EXPECT_EQ(Good(all + "0}").sampling.stop_token_ids.size(), 512U);
   RequestBuilder::Options small = TinyOptions();
   small.vocab_size = 510;
   EXPECT_TRUE(Says(Bad(R"({"id":"a","messages":[{"role":"user","content":"x"}]})", small), "510"));
@@ -216,7 +240,7 @@ TEST(RequestBuilderTest, AnswersForItsServedNamesOnly) {
 }
 
 TEST(RequestBuilderTest, RefusesChatWithoutATemplate) {
-  const RequestBuilder builder(&TinyTokenizer(), nullptr, TinyOptions());
+  const RequestBuilder builder(&TinyTokenizer(), {}, TinyOptions());
   ParseResult parsed = ParseRequest(R"({"messages":[{"role":"user","content":"x"}]})", 1);
   const BuildResult built = builder.Build(std::get<ParsedRequest>(std::move(parsed)));
   ASSERT_TRUE(std::holds_alternative<RequestError>(built));

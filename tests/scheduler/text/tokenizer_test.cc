@@ -40,6 +40,17 @@ std::vector<int32_t> EncodeOrDie(const Tokenizer& tokenizer, std::string_view te
   return ids.value_or(std::vector<int32_t>());
 }
 
+// What a detokenizer must give: all bytes at once.
+std::string Decode(const Tokenizer& tokenizer, const std::vector<int32_t>& ids, bool skip_special) {
+  std::string bytes;
+  for (int32_t id : ids) {
+    if (!skip_special || !tokenizer.IsSpecial(id)) bytes += tokenizer.TokenBytes(id);
+  }
+  std::string text;
+  AppendLossyUtf8(bytes, /*is_final=*/true, &text);
+  return text;
+}
+
 std::string DetokenizeOneByOne(const Tokenizer& tokenizer, const std::vector<int32_t>& ids,
                                bool skip_special) {
   IncrementalDetokenizer detokenizer(&tokenizer, skip_special);
@@ -62,7 +73,7 @@ void CheckDecodeRow(const Tokenizer& tokenizer, const Json& row) {
   std::vector<int32_t> ids = Ids(row, "ids");
   for (bool skip : {false, true}) {
     std::string want = row.at(skip ? "decoded_skip_special" : "decoded");
-    EXPECT_EQ(tokenizer.Decode(ids, skip), want) << row.dump();
+    EXPECT_EQ(Decode(tokenizer, ids, skip), want) << row.dump();
     EXPECT_EQ(DetokenizeOneByOne(tokenizer, ids, skip), want) << row.dump();
   }
 }
@@ -119,7 +130,7 @@ TEST(TokenizerTest, RandomTextComesBackUnchanged) {
   for (int round = 0; round < 2'000; ++round) {
     std::string text = RandomText(&rng, Pick(&rng, 40));
     std::vector<int32_t> ids = EncodeOrDie(*tokenizer, text);
-    ASSERT_EQ(tokenizer->Decode(ids, false), text);
+    ASSERT_EQ(Decode(*tokenizer, ids, false), text);
   }
 }
 
@@ -131,7 +142,7 @@ TEST(TokenizerTest, RandomBytesComeBackAsTheLossyRepairOfThem) {
     std::string repaired;
     AppendLossyUtf8(bytes, true, &repaired);
     ASSERT_TRUE(IsValidUtf8(repaired));
-    ASSERT_EQ(tokenizer->Decode(EncodeOrDie(*tokenizer, bytes), false), repaired);
+    ASSERT_EQ(Decode(*tokenizer, EncodeOrDie(*tokenizer, bytes), false), repaired);
   }
 }
 
@@ -142,7 +153,7 @@ TEST(TokenizerTest, OneByOneEqualsTheWholeForRandomIds) {
     std::vector<int32_t> ids(Pick(&rng, 30));
     for (int32_t& id : ids) id = static_cast<int32_t>(Pick(&rng, 520)) - 3;
     for (bool skip : {false, true}) {
-      ASSERT_EQ(DetokenizeOneByOne(*tokenizer, ids, skip), tokenizer->Decode(ids, skip));
+      ASSERT_EQ(DetokenizeOneByOne(*tokenizer, ids, skip), Decode(*tokenizer, ids, skip));
     }
   }
 }
@@ -211,7 +222,6 @@ TEST(TokenizerTest, ReadsSpecialTokensAndBosFromTheConfig) {
        {"chat_template",
         {{{"name", "default"}, {"template", "d"}}, {{"name", "tool_use"}, {"template", "t"}}}}});
   ASSERT_TRUE(tokenizer.ok()) << tokenizer.status();
-  EXPECT_EQ((*tokenizer)->bos_token_id(), 510);
   EXPECT_EQ((*tokenizer)->eos_token_ids(), std::vector<int32_t>{511});
   EXPECT_EQ(EncodeOrDie(**tokenizer, "", true), std::vector<int32_t>{510});
   EXPECT_TRUE(EncodeOrDie(**tokenizer, "", false).empty());
@@ -221,7 +231,6 @@ TEST(TokenizerTest, ReadsSpecialTokensAndBosFromTheConfig) {
   EXPECT_FALSE((*tokenizer)->IsSpecial(-1));
   EXPECT_FALSE((*tokenizer)->IsSpecial(1 << 30));
   EXPECT_EQ((*tokenizer)->TokenBytes(1 << 30), "");
-  EXPECT_EQ((*tokenizer)->vocab_size(), 512);
   EXPECT_EQ((*tokenizer)->special_tokens()["eos_token"], "<|im_end|>");
   EXPECT_FALSE(ParseTiny(none, {{"eos_token", "<nowhere>"}}).ok());
 }
@@ -332,7 +341,7 @@ TEST(TokenizerTest, SurvivesTruncatedAndMutatedFiles) {
     if (!parsed.ok()) continue;
     ++num_ok;
     auto ids = (*parsed)->Encode("It's the 1st <|im_end|> té\u0301st", true);
-    if (ids.ok()) (*parsed)->Decode(*ids, true);
+    if (ids.ok()) Decode(**parsed, *ids, true);
   }
   EXPECT_GT(num_ok, 0);
   EXPECT_FALSE(Tokenizer::Parse(std::string(100'000, '['), {}).ok());
