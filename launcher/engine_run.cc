@@ -136,13 +136,12 @@ std::optional<absl::StatusOr<int>> EngineRun::OnTime(TimePoint now) {
   if (submit_.has_value() && watch_->ended() && !stop_deadline_.has_value()) {
     BeginStop(now, kStopGrace);
   }
-  const double limit =
-      watch_->engine().has_value() ? config_.heartbeat_timeout_s : config_.init_timeout_s;
+  const double limit = watch_->heard() ? config_.heartbeat_timeout_s : config_.init_timeout_s;
   if (limit > 0 && !stop_deadline_.has_value() && watch_->Silence(now) > Milliseconds(limit)) {
     return absl::DeadlineExceededError(absl::StrFormat(
         "the scheduler has not answered for %.0f s (%s); it is killed, and its log above says what "
         "it did last",
-        limit, watch_->engine().has_value() ? "heartbeat_timeout_s" : "init_timeout_s"));
+        limit, watch_->heard() ? "heartbeat_timeout_s" : "init_timeout_s"));
   }
   return std::nullopt;
 }
@@ -172,7 +171,7 @@ void EngineRun::Show(TimePoint now) {
       absl::PrintF("  submit:  zipage-submit --engine %s --job IN.jsonl --output OUT.jsonl\n",
                    run_directory_.path());
       absl::PrintF("  watch:   zipage-status --engine %s\n", run_directory_.path());
-      if (!config_.job_endpoint.empty()) absl::PrintF("  also at: %s\n", config_.job_endpoint);
+      if (!engine.job_endpoint.empty()) absl::PrintF("  also at: %s\n", engine.job_endpoint);
       absl::PrintF("  stop:    Ctrl-C or SIGTERM\n");
       fflush(stdout);
     }

@@ -22,6 +22,7 @@ absl::StatusOr<bool> JobWatch::Advance(TimePoint now) {
                             client_->Receive(std::chrono::milliseconds(0)));
     if (!reply.has_value()) break;
     last_heard_ = now;
+    heard_ = true;
     ZIPAGE_RETURN_IF_ERROR(Apply(*std::move(reply)));
   }
   if (!asked_ && now >= next_question_) {

@@ -34,6 +34,8 @@ class JobWatch {
   // Null until its first status.
   const JobStatus* job() const { return job_ ? &*job_ : nullptr; }
   bool ended() const { return job_ && job_->state != JobState::kRunning; }
+  // The engine has answered anything yet.
+  bool heard() const { return heard_; }
   // Time since the engine was last heard.
   std::chrono::milliseconds Silence(TimePoint now) const {
     return std::chrono::duration_cast<std::chrono::milliseconds>(now - last_heard_);
@@ -44,6 +46,7 @@ class JobWatch {
 
   JobClient* const client_;
   TimePoint last_heard_;
+  bool heard_ = false;
   TimePoint next_question_;  // The clock's epoch: at once.
   bool asked_ = false;       // A status is on its way; another is not asked for.
   bool fresh_ = false;

@@ -191,6 +191,7 @@ std::string StatusJson(const EngineStatus& e) {
       {"model", e.model},
       {"ready", e.ready},
       {"draining", e.draining},
+      {"job_endpoint", e.job_endpoint},
       {"uptime", e.uptime},
       {"step", e.step},
       {"block_size", e.block_size},

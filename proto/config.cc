@@ -180,21 +180,6 @@ std::string TypeName(const Option& option) {
   return std::holds_alternative<double Config::*>(option.member) ? "NUMBER" : "INT";
 }
 
-size_t EditDistance(std::string_view a, std::string_view b) {
-  std::vector<size_t> row(b.size() + 1);
-  std::iota(row.begin(), row.end(), size_t{0});
-  for (size_t i = 0; i < a.size(); ++i) {
-    size_t diagonal = row[0];
-    row[0] = i + 1;
-    for (size_t j = 0; j < b.size(); ++j) {
-      const size_t substitute = diagonal + (a[i] == b[j] ? 0 : 1);
-      diagonal = row[j + 1];
-      row[j + 1] = std::min({substitute, row[j] + 1, row[j + 1] + 1});
-    }
-  }
-  return row[b.size()];
-}
-
 // "; did you mean PREFIXname?" for the option of `app` nearest to `name`; empty if none is near.
 std::string Suggestion(const CLI::App& app, std::string_view name, const char* prefix) {
   std::string nearest;
@@ -324,6 +309,21 @@ absl::Status CheckJobEndpoint(const Config& config) {
 }
 
 }  // namespace
+
+size_t EditDistance(std::string_view a, std::string_view b) {
+  std::vector<size_t> row(b.size() + 1);
+  std::iota(row.begin(), row.end(), size_t{0});
+  for (size_t i = 0; i < a.size(); ++i) {
+    size_t diagonal = row[0];
+    row[0] = i + 1;
+    for (size_t j = 0; j < b.size(); ++j) {
+      const size_t substitute = diagonal + (a[i] == b[j] ? 0 : 1);
+      diagonal = row[j + 1];
+      row[j + 1] = std::min({substitute, row[j] + 1, row[j + 1] + 1});
+    }
+  }
+  return row[b.size()];
+}
 
 void AddOptions(CLI::App* app, Config* config) {
   app->set_config("--config", "", "TOML file with the same options as keys; flags win over it.")

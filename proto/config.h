@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 
 #include "proto/status.h"
 
@@ -93,6 +94,9 @@ absl::Status Validate(const Config& config);
 
 // TOML that ParseCommandLine reads back to an equal Config.
 std::string ToToml(const Config& config);
+
+// Levenshtein distance, to find the name that somebody meant.
+size_t EditDistance(std::string_view a, std::string_view b);
 
 // Equal for two processes whose results and shapes agree; names no file of the local run.
 uint64_t Digest(const Config& config);

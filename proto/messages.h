@@ -230,6 +230,7 @@ struct EngineStatus {
   uint64_t recomputed_tokens = 0;
   uint64_t output_tokens = 0;
   double device_seconds = 0;
+  std::string job_endpoint;
   std::vector<WorkerStatus> workers;
   std::vector<JobStatus> jobs;
   bool operator==(const EngineStatus&) const = default;

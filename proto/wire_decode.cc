@@ -319,6 +319,8 @@ absl::Status Read(schema::EngineStatus::Reader r, Field* at, EngineStatus* m) {
   m->model = String(r.getModel());
   m->ready = r.getReady();
   m->draining = r.getDraining();
+  *at = "EngineStatus.jobEndpoint";
+  m->job_endpoint = String(r.getJobEndpoint());
   m->uptime = r.getUptime();
   m->step = r.getStep();
   m->block_size = r.getBlockSize();

@@ -190,6 +190,7 @@ void Write(const EngineStatus& m, schema::EngineStatus::Builder b) {
   b.setModel(Text(m.model));
   b.setReady(m.ready);
   b.setDraining(m.draining);
+  b.setJobEndpoint(Text(m.job_endpoint));
   b.setUptime(m.uptime);
   b.setStep(m.step);
   b.setBlockSize(m.block_size);

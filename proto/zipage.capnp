@@ -239,4 +239,5 @@ struct EngineStatus {
   draining @18 :Bool;  # No new requests are started; the engine is about to stop.
   workers @19 :List(WorkerStatus);
   jobs @20 :List(JobStatus);
+  jobEndpoint @21 :Text;  # Besides the run directory's socket, with the port taken; empty is none.
 }

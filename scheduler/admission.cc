@@ -13,11 +13,6 @@ void Admission::Enqueue(Sequence* sequence) {
   ++num_waiting_;
 }
 
-void Admission::Clear() {
-  jobs_.clear();
-  num_waiting_ = 0;
-}
-
 Sequence* Admission::Next() const {
   const Job* next = nullptr;
   for (const auto& [id, job] : jobs_) {

@@ -24,8 +24,6 @@ class Admission {
   void Enqueue(Sequence* sequence);
   // From now on only requests that were started already are admitted.
   void Stop() { stopped_ = true; }
-  // Forgets all sequences.
-  void Clear();
 
   // The sequence to admit next; null if none waits that may be admitted.
   Sequence* Next() const;

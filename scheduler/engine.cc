@@ -347,6 +347,7 @@ EngineStatus Engine::Status() const {
   EngineStatus status;
   status.model = ModelName(parts_.config);
   status.ready = scheduler_ != nullptr;
+  if (parts_.job_sockets.size() > 1) status.job_endpoint = parts_.job_sockets[1]->endpoint();
   status.draining = draining_;
   status.uptime = std::chrono::duration<double>(now - started_).count();
   status.step = last_step_;

@@ -38,6 +38,7 @@ class Engine {
     RequestBuilder::Templates templates;
     const GenerationDefaults& generation_defaults;
     transport::ServerSocket* worker_socket;
+    // That of the run directory, then the one of option job_endpoint, if there is any.
     std::vector<transport::ServerSocket*> job_sockets;
   };
 

@@ -334,37 +334,6 @@ std::vector<std::unique_ptr<Request>> Scheduler::TakeFinished() {
   return finished;
 }
 
-void Scheduler::StartEpoch(int64_t num_blocks) {
-  blocks_ = BlockManager(num_blocks, options_.block_size, options_.block_hash);
-  admission_.Clear();
-  running_.clear();
-  released_.clear();
-  in_flight_.clear();
-  step_ = 0;
-  free_slots_.clear();
-  for (SequenceSlot slot = options_.max_num_seqs; slot-- > 0;) free_slots_.push_back(slot);
-  settled_.clear();
-  for (const auto& [id, request] : requests_) {
-    for (Sequence& sequence : request->sequences) {
-      sequence.num_in_flight = 0;
-      sequence.sequence_slot.reset();
-      sequence.block_table = BlockTable();
-      sequence.num_recomputable = std::max(sequence.num_recomputable, sequence.num_computed);
-      sequence.num_computed = 0;
-      if (sequence.finished()) continue;
-      sequence.state = SequenceState::kWaiting;
-      SetMaxLength(&sequence);
-      if (sequence.fully_planned()) {
-        sequence.state = SequenceState::kFinished;
-        sequence.finish_reason = FinishReason::kLength;
-      } else {
-        admission_.Enqueue(&sequence);
-      }
-    }
-    NoteIfSettled(*request);
-  }
-}
-
 SchedulerStats Scheduler::stats() const {
   SchedulerStats stats = counts_;
   stats.num_running = static_cast<int64_t>(running_.size());

@@ -32,7 +32,7 @@ struct SchedulerOptions {
   int max_num_seqs = 0;            // Sequence slots.
   int max_num_batched_tokens = 0;  // Tokens of a step, at least max_num_seqs.
   int block_size = 0;
-  int64_t num_blocks = 0;           // Of the first epoch.
+  int64_t num_blocks = 0;           // Of the KV pool.
   int64_t max_model_len = 0;        // Positions of a sequence, at least 2.
   bool enable_prefix_cache = true;  // Off: blocks are shared within a request only.
   BlockHash block_hash = &Xxh3BlockHash;
@@ -59,7 +59,7 @@ struct SchedulerStats {
   int64_t num_preemptions = 0;
   int64_t prompt_tokens = 0;      // Prefilled, recomputation included, prefix hits not.
   int64_t cached_tokens = 0;      // Prompt tokens that were prefix hits at a first admission.
-  int64_t recomputed_tokens = 0;  // Prefilled again after a preemption or a new epoch.
+  int64_t recomputed_tokens = 0;  // Prefilled again after a preemption.
   int64_t output_tokens = 0;
 };
 
@@ -80,7 +80,7 @@ class Scheduler {
   void StopAdmission() { admission_.Stop(); }
 
   // The next step, or nothing if there is nothing to do until a result comes or a request is
-  // submitted. The plan must be sent: whoever cannot send it starts a new epoch. A plan may hold
+  // submitted. The plan must be sent. A plan may hold
   // nothing but releases.
   std::optional<StepPlan> Schedule();
 
@@ -98,11 +98,6 @@ class Scheduler {
   // The requests whose sequences are all finished and mentioned by no step in flight, in the order
   // in which they got there. Their sequences must have no pointers left after it.
   std::vector<std::unique_ptr<Request>> TakeFinished();
-
-  // A new set of workers, with a pool of `num_blocks`, that knows nothing: steps in flight are
-  // forgotten, running sequences wait again with the tokens that are known, the cache is empty, the
-  // next step is 1. A sequence that does not fit the new pool ends for kLength.
-  void StartEpoch(int64_t num_blocks);
 
   // Sequences of the job that wait.
   int64_t num_waiting(uint64_t job_id) const { return admission_.num_waiting(job_id); }

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "absl/strings/str_format.h"
+#include "proto/config.h"
 #include "scheduler/job/bounded_json.h"
 #include "scheduler/job/chat_messages.h"
 #include "scheduler/job/field_reader.h"
@@ -281,22 +282,6 @@ const FieldSpec* FindField(std::string_view name) {
   const auto* found = std::find_if(std::begin(kFields), std::end(kFields),
                                    [&](const FieldSpec& spec) { return spec.name == name; });
   return found == std::end(kFields) ? nullptr : found;
-}
-
-// Levenshtein distance.
-size_t EditDistance(std::string_view a, std::string_view b) {
-  std::vector<size_t> row(b.size() + 1);
-  for (size_t j = 0; j <= b.size(); ++j) row[j] = j;
-  for (size_t i = 1; i <= a.size(); ++i) {
-    size_t diagonal = row[0];
-    row[0] = i;
-    for (size_t j = 1; j <= b.size(); ++j) {
-      const size_t replaced = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
-      diagonal = row[j];
-      row[j] = std::min({row[j] + 1, row[j - 1] + 1, replaced});
-    }
-  }
-  return row[b.size()];
 }
 
 bool RefuseUnknown(const Field& f, unsigned where) {

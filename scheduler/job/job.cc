@@ -10,12 +10,19 @@
 namespace zipage {
 namespace {
 
-absl::Status CheckPaths(const SubmitJob& submit) {
+// It is kept, and repeated in every status.
+constexpr size_t kMaxJobName = 256;
+
+absl::Status CheckSubmit(const SubmitJob& submit) {
   for (const std::string& path : {submit.input_path, submit.output_path}) {
     if (path.empty() || path[0] != '/') {
       return absl::InvalidArgumentError(
           absl::StrFormat("job path \"%s\" is not absolute; give the full path", path));
     }
+  }
+  if (submit.name.size() > kMaxJobName) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("job name has %d bytes; give at most %d", submit.name.size(), kMaxJobName));
   }
   struct stat input {};
   struct stat output {};
@@ -32,7 +39,7 @@ absl::Status CheckPaths(const SubmitJob& submit) {
 
 absl::StatusOr<std::unique_ptr<Job>> Job::Open(uint64_t id, const SubmitJob& submit,
                                                size_t max_line_bytes, Time now) {
-  ZIPAGE_RETURN_IF_ERROR(CheckPaths(submit));
+  ZIPAGE_RETURN_IF_ERROR(CheckSubmit(submit));
   ZIPAGE_ASSIGN_OR_RETURN(LineReader reader, LineReader::Open(submit.input_path, max_line_bytes));
   ZIPAGE_ASSIGN_OR_RETURN(ResultWriter writer,
                           ResultWriter::Open(submit.output_path, submit.overwrite));

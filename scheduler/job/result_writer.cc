@@ -59,9 +59,14 @@ absl::Status LockAndCheck(const std::string& path, int fd, bool overwrite, bool*
         absl::StrFormat("output %s is not a regular file; give the path of a file", path));
   }
   if (flock(fd, LOCK_EX | LOCK_NB) != 0) {
-    if (errno != EWOULDBLOCK) return OpenError(path, errno);
-    return absl::FailedPreconditionError(absl::StrFormat(
-        "output file %s is being written by another job; give another path or wait for it", path));
+    if (errno == EWOULDBLOCK) {
+      return absl::FailedPreconditionError(absl::StrFormat(
+          "output file %s is being written by another job; give another path or wait for it",
+          path));
+    }
+    // Some network file systems have no locks; the job is worth more than the guard.
+    LOG(WARNING) << "output file " << path << " cannot be locked (" << strerror(errno)
+                 << "): take care that no other job writes it";
   }
   // Only now is the size ours: another job may have written and left since open.
   if (fstat(fd, &info) != 0) return OpenError(path, errno);

@@ -143,6 +143,7 @@ class RandomMessages {
     status.model = Text();
     status.ready = Bool();
     status.draining = Bool();
+    status.job_endpoint = Text();
     status.uptime = Double();
     status.device_seconds = Double();
     status.block_size = U32();

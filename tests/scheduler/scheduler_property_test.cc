@@ -19,7 +19,6 @@ struct Workload {
   SchedulerOptions options;
   size_t depth = 2;
   int num_operations = 3000;
-  double epoch_probability = 0.002;
   double cancel_probability = 0.02;
 };
 
@@ -80,12 +79,6 @@ class RandomRun {
       Apply();
     }
     if (Chance(workload_.cancel_probability)) CutOne();
-    if (Chance(workload_.epoch_probability)) {
-      world_.results.clear();
-      world_.worker = FakeWorker(WorkerOptions(workload_.options));
-      world_.scheduler.StartEpoch(workload_.options.num_blocks);
-      world_.scheduler.CheckInvariants();
-    }
   }
 
   void Submit() {
@@ -241,12 +234,6 @@ TEST(SchedulerPropertyTest, HashCollisionsChangeNothing) {
     return Xxh3BlockHash(parent, tokens) & 1;
   };
   RunWorkload(workload, true);
-}
-
-TEST(SchedulerPropertyTest, EveryRequestEndsWhenEpochsAreShort) {
-  Workload workload{.options = SmallOptions(), .epoch_probability = 0.05};
-  workload.options.num_blocks = 60;
-  RunWorkload(workload, false);
 }
 
 TEST(SchedulerPropertyTest, EveryRequestEndsWithOneTokenABatchAndWithDeepRunAhead) {

@@ -223,11 +223,6 @@ TEST(SchedulerTest, AfterStopAdmissionOnlyStartedRequestsRunToTheirEnd) {
   for (uint64_t id = 2; id <= 5; ++id) world.Submit(id, Prompt(10), MaxTokens(5), 1, id % 2);
   world.scheduler.StopAdmission();
   ASSERT_TRUE(world.Plan());
-  // A new set of workers does not start the others either.
-  world.Apply();
-  world.results.clear();
-  world.worker = FakeWorker(WorkerOptions(options));
-  world.scheduler.StartEpoch(options.num_blocks);
   world.RunToEnd(2);
   EXPECT_TRUE(world.scheduler.idle());
   EXPECT_TRUE(started->finished());
@@ -274,23 +269,6 @@ TEST(SchedulerTest, ALargeRequestIsNotOvertakenForEverByAStreamOfSmallOnes) {
   }
   EXPECT_EQ(large->sequences[0].output().size(), 10U);
   world.RunToEnd(2);
-}
-
-TEST(SchedulerTest, ASmallerPoolOfANewEpochEndsWhatNoLongerFits) {
-  World world(SmallOptions());
-  Request* large = world.Submit(1, Prompt(100), MaxTokens(50));
-  Request* small = world.Submit(2, Prompt(10), MaxTokens(50));
-  for (int i = 0; i < 6; ++i) ASSERT_TRUE(world.Plan());
-  world.Apply();
-  world.results.clear();
-  world.options_.num_blocks = 10;
-  world.scheduler.StartEpoch(10);
-  world.scheduler.CheckInvariants();
-  world.worker = FakeWorker(WorkerOptions(world.options_));
-  world.RunToEnd(2);
-  EXPECT_EQ(large->sequences[0].finish_reason, FinishReason::kLength);
-  EXPECT_EQ(small->sequences[0].tokens.size(), 40U);
-  EXPECT_EQ(world.scheduler.TakeFinished().size(), 2U);
 }
 
 // DESIGN 9 asks for well under a millisecond a step; the time is printed, not judged.

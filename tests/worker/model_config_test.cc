@@ -247,15 +247,16 @@ TEST(ModelConfigTest, ListsTheTensorParallelSizesThatWork) {
   smol.path = "SmolLM2-135M";
   smol.num_heads = 9;
   smol.num_kv_heads = 3;
-  smol.intermediate_size = 1536;
+  smol.intermediate_size = 1536;  // does not divide by 9: the shares are uneven
+  smol.vocab_size = 49152;
   std::vector<int> working;
   for (int tp = -1; tp <= 20; ++tp) {
     if (CheckTensorParallel(smol, tp).ok()) working.push_back(tp);
   }
-  EXPECT_THAT(working, ElementsAre(1, 3));  // 1536 does not divide by 9
+  EXPECT_THAT(working, ElementsAre(1, 3, 9));
   const std::string message(CheckTensorParallel(smol, 2).message());
-  EXPECT_THAT(message, HasSubstr("tp is 2, but SmolLM2-135M has 9 attention heads, 3 KV heads"));
-  EXPECT_THAT(message, HasSubstr("give one of 1, 3"));
+  EXPECT_THAT(message, HasSubstr("tp is 2, but SmolLM2-135M has 9 attention heads and 3 KV heads"));
+  EXPECT_THAT(message, HasSubstr("give one of 1, 3, 9"));
   ModelConfig qwen = smol;
   qwen.num_heads = 16;
   qwen.num_kv_heads = 2;

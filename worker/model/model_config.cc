@@ -328,19 +328,18 @@ float RopeAttentionScaling(const ModelConfig& config) {
 
 absl::Status CheckTensorParallel(const ModelConfig& config, int tp) {
   const auto works = [&](int n) {
-    return config.num_heads % n == 0 && config.intermediate_size % n == 0 &&
-           (config.num_kv_heads % n == 0 || n % config.num_kv_heads == 0);
+    return config.num_heads % n == 0 &&
+           (config.num_kv_heads % n == 0 || n % config.num_kv_heads == 0) &&
+           n <= std::min<int64_t>(config.intermediate_size, config.vocab_size);
   };
   if (tp >= 1 && works(tp)) return absl::OkStatus();
   std::vector<int> working;
   for (int n = 1; n <= config.num_heads; ++n) {
     if (works(n)) working.push_back(n);
   }
-  return absl::InvalidArgumentError(
-      absl::StrFormat("tp is %d, but %s has %d attention heads, %d KV heads and intermediate_size "
-                      "%d; give one of %s",
-                      tp, config.path, config.num_heads, config.num_kv_heads,
-                      config.intermediate_size, absl::StrJoin(working, ", ")));
+  return absl::InvalidArgumentError(absl::StrFormat(
+      "tp is %d, but %s has %d attention heads and %d KV heads; give one of %s", tp, config.path,
+      config.num_heads, config.num_kv_heads, absl::StrJoin(working, ", ")));
 }
 
 }  // namespace zipage

@@ -64,8 +64,8 @@ std::vector<float> RopeInverseFrequencies(const ModelConfig& config);
 float RopeAttentionScaling(const ModelConfig& config);
 
 // OK if `tp` ranks can share the model: attention heads divide by tp; KV heads divide by tp, or tp
-// by the KV heads (then rank r holds KV head r * num_kv_heads / tp); intermediate_size divides by
-// tp. The vocabulary may be uneven. The error lists the values that work.
+// by the KV heads (then rank r holds KV head r * num_kv_heads / tp). Shares of the MLP and of the
+// vocabulary may be uneven, but none is empty. The error lists the values that work.
 absl::Status CheckTensorParallel(const ModelConfig& config, int tp);
 
 }  // namespace zipage
