@@ -16,22 +16,6 @@
 namespace zipage {
 namespace {
 
-const char* PhaseText(WorkerPhase phase) {
-  switch (phase) {
-    case WorkerPhase::kStarting:
-      return "starting";
-    case WorkerPhase::kLoadingWeights:
-      return "loading weights";
-    case WorkerPhase::kWaitingForStart:
-      return "ready, waiting for the others";
-    case WorkerPhase::kIdle:
-      return "idle";
-    case WorkerPhase::kRunning:
-      return "running";
-  }
-  return "unknown";
-}
-
 const char* StateText(JobState state) {
   switch (state) {
     case JobState::kRunning:
@@ -127,7 +111,7 @@ std::string StartupLine(const EngineStatus& engine, int tp) {
   std::vector<std::string> ranks(static_cast<size_t>(std::max(0, tp)), "not connected");
   for (const WorkerStatus& worker : engine.workers) {
     if (worker.rank >= ranks.size()) continue;
-    ranks[worker.rank] = worker.pid == 0 ? "not connected" : PhaseText(worker.phase);
+    ranks[worker.rank] = worker.pid == 0 ? "not connected" : WorkerPhaseName(worker.phase);
   }
   for (size_t i = 0; i < ranks.size(); ++i) ranks[i] = absl::StrCat("rank ", i, " ", ranks[i]);
   return absl::StrJoin(ranks, ", ");
@@ -173,7 +157,7 @@ std::string StatusTable(const EngineStatus& engine) {
                         "heard", "device");
   for (const WorkerStatus& w : engine.workers) {
     absl::StrAppendFormat(&text, "%4d %8d  %-29s %10d %8.1fs  %s\n", w.rank, w.pid,
-                          PhaseText(w.phase), w.step, w.heartbeat_age, Printable(w.device));
+                          WorkerPhaseName(w.phase), w.step, w.heartbeat_age, Printable(w.device));
   }
   absl::StrAppendFormat(&text, "\n%4s %-9s %15s %7s %7s %8s %8s  %s\n", "job", "state", "lines",
                         "failed", "running", "output", "time", "name");
@@ -214,7 +198,7 @@ std::string StatusJson(const EngineStatus& e) {
   for (const WorkerStatus& w : e.workers) {
     json["workers"].push_back({{"rank", w.rank},
                                {"pid", w.pid},
-                               {"phase", PhaseText(w.phase)},
+                               {"phase", WorkerPhaseName(w.phase)},
                                {"step", w.step},
                                {"heartbeat_age", w.heartbeat_age},
                                {"device", w.device}});

@@ -51,6 +51,23 @@ enum class WorkerPhase : uint16_t {
   kRunning,
 };
 
+// For people.
+inline const char* WorkerPhaseName(WorkerPhase phase) {
+  switch (phase) {
+    case WorkerPhase::kStarting:
+      return "starting";
+    case WorkerPhase::kLoadingWeights:
+      return "loading weights";
+    case WorkerPhase::kWaitingForStart:
+      return "ready, waiting for the others";
+    case WorkerPhase::kIdle:
+      return "idle";
+    case WorkerPhase::kRunning:
+      return "running";
+  }
+  return "unknown";
+}
+
 struct Heartbeat {
   uint32_t rank = 0;
   WorkerPhase phase = WorkerPhase::kStarting;

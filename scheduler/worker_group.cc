@@ -17,22 +17,6 @@ namespace {
 constexpr char kRankPrefix[] = "rank-";
 constexpr char kHeartbeatPrefix[] = "heartbeat-";
 
-const char* PhaseName(WorkerPhase phase) {
-  switch (phase) {
-    case WorkerPhase::kStarting:
-      return "starting";
-    case WorkerPhase::kLoadingWeights:
-      return "loading weights";
-    case WorkerPhase::kWaitingForStart:
-      return "ready, waiting for the other ranks";
-    case WorkerPhase::kIdle:
-      return "idle";
-    case WorkerPhase::kRunning:
-      return "running";
-  }
-  return "unknown";
-}
-
 double Seconds(std::chrono::steady_clock::duration d) {
   return std::chrono::duration<double>(d).count();
 }
@@ -251,7 +235,7 @@ std::string WorkerGroup::Describe(uint32_t rank) const {
   std::string text = absl::StrFormat("worker rank %d", rank);
   if (!worker.said_hello) return text + " (never connected)";
   const Activity activity = CurrentActivity(worker);
-  absl::StrAppendFormat(&text, " (pid %d, %s", worker.hello.pid, PhaseName(activity.phase));
+  absl::StrAppendFormat(&text, " (pid %d, %s", worker.hello.pid, WorkerPhaseName(activity.phase));
   if (activity.step > 0) absl::StrAppendFormat(&text, ", step %d", activity.step);
   return text + ")";
 }
