@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/file.h>
+#include <sys/prctl.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
@@ -44,6 +45,7 @@ struct ProcessOptions {
 // Waits on a thread of its own for the launcher's death, which closes the other end of the pipe:
 // nobody else is left to remove the run directory then.
 void WatchLauncher(int life_fd, std::string run_dir) {
+  prctl(PR_SET_PDEATHSIG, SIGCONT);  // Wakes this process up for it, should it be stopped.
   std::thread([life_fd, run_dir = std::move(run_dir)] {
     char byte = 0;
     while (read(life_fd, &byte, 1) < 0 && errno == EINTR) {
