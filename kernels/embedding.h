@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "absl/status/status.h"
+#include "kernels/stream.h"
 #include "kernels/tensor.h"
 
 namespace zipage {
@@ -25,4 +27,9 @@ struct EmbeddingParams {
 namespace cpu {
 void Embedding(const EmbeddingParams& p);
 }  // namespace cpu
+
+namespace cuda {
+// kUnimplemented for what it was not built for, kInternal if the launch fails.
+absl::Status Embedding(const EmbeddingParams& p, Stream stream);
+}  // namespace cuda
 }  // namespace zipage

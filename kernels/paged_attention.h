@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "absl/status/status.h"
+#include "kernels/stream.h"
 #include "kernels/tensor.h"
 
 namespace zipage {
@@ -37,11 +39,34 @@ struct PagedAttentionParams {
   int head_dim;
   float scale;
   DType dtype;  // of q, the caches and out: kFloat32 or kBFloat16
+  // query_start[num_seqs], which a launch on CUDA must know on the host.
+  int64_t num_tokens = 0;
 };
 
 namespace cpu {
 void PagedAttention(const PagedAttentionParams& p);
 }  // namespace cpu
+
+namespace cuda {
+// Where the segments of a sequence that decodes meet. One for all calls of a stream.
+struct PagedAttentionScratch {
+  int32_t* counters;  // [num_seqs * q_heads] zero before the first call, and after each
+  float* partials;    // [NumPartials(p)]
+};
+// Floats of partials that a call needs; at most num_seqs * 16 * q_heads * (head_dim + 2).
+int64_t NumPartials(const PagedAttentionParams& p);
+
+// All pointers are device memory. Sequences with one new token take the decode kernel: context_len
+// is cut into segments of 512 slots (longer ones above 8,192, so that there are at most 16), which
+// run side by side, keys and values being read once for all query heads of a KV head (up to 16 of
+// them); the last segment to end merges all. The others take the prefill kernel, 128 (token, head)
+// rows a CTA. Both multiply in bf16 on tensor cores with fp32 sums; weights are rounded to bf16. A
+// row's result is bit-identical whatever else is in the batch, and however its sequence is cut into
+// chunks of two or more tokens. float32, and head dimensions other than 64, 96, 128 and 256, take a
+// slow kernel in fp32 (head_dim up to 256). kUnimplemented above that, kInternal if a launch fails.
+absl::Status PagedAttention(const PagedAttentionParams& p, const PagedAttentionScratch& scratch,
+                            Stream stream);
+}  // namespace cuda
 
 namespace reference {
 // The formula as loops, with two passes over the slots; for tests. Same parameters.

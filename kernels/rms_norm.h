@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "absl/status/status.h"
+#include "kernels/stream.h"
 #include "kernels/tensor.h"
 
 namespace zipage {
@@ -29,4 +31,9 @@ struct RmsNormParams {
 namespace cpu {
 void RmsNorm(const RmsNormParams& p);
 }  // namespace cpu
+
+namespace cuda {
+// kUnimplemented for what it was not built for, kInternal if the launch fails.
+absl::Status RmsNorm(const RmsNormParams& p, Stream stream);
+}  // namespace cuda
 }  // namespace zipage

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "absl/status/status.h"
+#include "kernels/stream.h"
 #include "kernels/tensor.h"
 
 namespace zipage {
@@ -45,4 +47,10 @@ struct RopeAndCacheParams {
 namespace cpu {
 void RopeAndCache(const RopeAndCacheParams& p);
 }  // namespace cpu
+
+namespace cuda {
+// The same. A position or slot out of range ends the context with a trap.
+// kUnimplemented for what it was not built for, kInternal if the launch fails.
+absl::Status RopeAndCache(const RopeAndCacheParams& p, Stream stream);
+}  // namespace cuda
 }  // namespace zipage

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "absl/status/status.h"
+#include "kernels/stream.h"
 #include "kernels/tensor.h"
 
 namespace zipage {
@@ -21,4 +23,9 @@ struct SiluMulParams {
 namespace cpu {
 void SiluMul(const SiluMulParams& p);
 }  // namespace cpu
+
+namespace cuda {
+// kUnimplemented for what it was not built for, kInternal if the launch fails.
+absl::Status SiluMul(const SiluMulParams& p, Stream stream);
+}  // namespace cuda
 }  // namespace zipage

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "kernels/cpu/key_tile.h"
 #include "kernels/cpu/simd.h"
 
 // Offsets inside a tile fit an int.
@@ -13,61 +14,7 @@ namespace {
 
 // Query rows of one register block: with two vectors a row, 12 sums stay in registers.
 constexpr int kBlockRows = 6;
-using Vec4 = Vec<4>;
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
-
-ZIPAGE_INLINE Vec4 Load4(const float* p) {
-  Vec4 v;
-  std::memcpy(&v, p, sizeof(v));
-  return v;
-}
-ZIPAGE_INLINE Vec4 Load4(const BFloat16* p) {
-  using U16 = uint16_t __attribute__((vector_size(8)));
-  using U32 = uint32_t __attribute__((vector_size(16)));
-  U16 half;
-  std::memcpy(&half, p, sizeof(half));
-  return std::bit_cast<Vec4>(__builtin_convertvector(half, U32) << 16);
-}
-
-// keys[i, j] = rows[j][i], in 4 x 4 transpositions.
-template <typename T>
-ZIPAGE_INLINE void TransposeKeys(const void* const* rows, int num_slots, int head_dim,
-                                 float* keys) {
-  int j = 0;
-  for (; j + 4 <= num_slots; j += 4) {
-    const T* r[4];
-    for (int s = 0; s < 4; ++s) r[s] = static_cast<const T*>(rows[j + s]);
-    int i = 0;
-    for (; i + 4 <= head_dim; i += 4) {
-      const Vec4 a = Load4(r[0] + i);
-      const Vec4 b = Load4(r[1] + i);
-      const Vec4 c = Load4(r[2] + i);
-      const Vec4 d = Load4(r[3] + i);
-      const Vec4 ab_low = __builtin_shufflevector(a, b, 0, 4, 1, 5);
-      const Vec4 cd_low = __builtin_shufflevector(c, d, 0, 4, 1, 5);
-      const Vec4 ab_high = __builtin_shufflevector(a, b, 2, 6, 3, 7);
-      const Vec4 cd_high = __builtin_shufflevector(c, d, 2, 6, 3, 7);
-      const Vec4 columns[4] = {__builtin_shufflevector(ab_low, cd_low, 0, 1, 4, 5),
-                               __builtin_shufflevector(ab_low, cd_low, 2, 3, 6, 7),
-                               __builtin_shufflevector(ab_high, cd_high, 0, 1, 4, 5),
-                               __builtin_shufflevector(ab_high, cd_high, 2, 3, 6, 7)};
-      for (int s = 0; s < 4; ++s) {
-        std::memcpy(keys + (i + s) * kTileSlots + j, &columns[s], sizeof(Vec4));
-      }
-    }
-    for (; i < head_dim; ++i) {
-      for (int s = 0; s < 4; ++s) keys[i * kTileSlots + j + s] = ToFloat(r[s][i]);
-    }
-  }
-  for (; j < num_slots; ++j) {
-    const T* row = static_cast<const T*>(rows[j]);
-    for (int i = 0; i < head_dim; ++i) keys[i * kTileSlots + j] = ToFloat(row[i]);
-  }
-  if (num_slots == kTileSlots) return;
-  for (int i = 0; i < head_dim; ++i) {
-    for (int s = num_slots; s < kTileSlots; ++s) keys[i * kTileSlots + s] = 0.0F;
-  }
-}
 
 template <int kLanes, typename T>
 ZIPAGE_INLINE void WidenValues(const void* const* rows, int num_slots, int head_dim,
@@ -79,33 +26,6 @@ ZIPAGE_INLINE void WidenValues(const void* const* rows, int num_slots, int head_
     int i = 0;
     for (; i + kLanes <= head_dim; i += kLanes) Store<kLanes>(to + i, Load<kLanes>(row + i));
     if (i < head_dim) Store<kLanes>(to + i, LoadPartial<kLanes>(row + i, head_dim - i));
-  }
-}
-
-// c[r, :] (+)= sum_i a[r, i] * b[i, :] for kLanes * kVecs columns, i ascending: one chain for each
-// element.
-template <int kLanes, int kRows, int kVecs, bool kAccumulate>
-ZIPAGE_INLINE void Product(const float* a, int64_t lda, const float* b, int64_t ldb, int n,
-                           float* c, int64_t ldc) {
-  Vec<kLanes> sum[kRows][kVecs];
-  for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kVecs; ++v) {
-      if constexpr (kAccumulate) {
-        sum[r][v] = Load<kLanes>(c + r * ldc + v * kLanes);
-      } else {
-        sum[r][v] = Vec<kLanes>{};
-      }
-    }
-  }
-  for (int i = 0; i < n; ++i) {
-    Vec<kLanes> row[kVecs];
-    for (int v = 0; v < kVecs; ++v) row[v] = Load<kLanes>(b + i * ldb + v * kLanes);
-    for (int r = 0; r < kRows; ++r) {
-      for (int v = 0; v < kVecs; ++v) sum[r][v] += a[r * lda + i] * row[v];
-    }
-  }
-  for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kVecs; ++v) Store<kLanes>(c + r * ldc + v * kLanes, sum[r][v]);
   }
 }
 
@@ -154,7 +74,7 @@ ZIPAGE_INLINE void AddTileToRows(const PackedTile& tile, int first_slot, const S
   const float* q = rows.q + static_cast<int64_t>(begin) * rows.head_dim;
   float* out = rows.out + static_cast<int64_t>(begin) * padded;
   for (int j = 0; j < kTileSlots; j += 2 * kLanes) {
-    Product<kLanes, kRows, 2, false>(q, rows.head_dim, tile.keys + j, kTileSlots, rows.head_dim,
+    Product<kLanes, kRows, 2, false>(q, rows.head_dim, 1, tile.keys + j, kTileSlots, rows.head_dim,
                                      scores + j, kTileSlots);
   }
   for (int r = 0; r < kRows; ++r) {
@@ -167,12 +87,12 @@ ZIPAGE_INLINE void AddTileToRows(const PackedTile& tile, int first_slot, const S
   const int num_slots = std::min(kTileSlots, rows.visible[begin + kRows - 1] - first_slot);
   int i = 0;
   for (; i + 2 * kLanes <= padded; i += 2 * kLanes) {
-    Product<kLanes, kRows, 2, true>(scores, kTileSlots, tile.values + i, padded, num_slots, out + i,
-                                    padded);
+    Product<kLanes, kRows, 2, true>(scores, kTileSlots, 1, tile.values + i, padded, num_slots,
+                                    out + i, padded);
   }
   if (i < padded) {
-    Product<kLanes, kRows, 1, true>(scores, kTileSlots, tile.values + i, padded, num_slots, out + i,
-                                    padded);
+    Product<kLanes, kRows, 1, true>(scores, kTileSlots, 1, tile.values + i, padded, num_slots,
+                                    out + i, padded);
   }
 }
 

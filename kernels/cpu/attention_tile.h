@@ -5,12 +5,11 @@
 
 #include <cstdint>
 
+#include "kernels/cpu/key_tile.h"
 #include "kernels/tensor.h"
 
 namespace zipage::cpu {
 
-// Slots of one tile; tiles begin at multiples of it.
-constexpr int kTileSlots = 64;
 // Partial sums of a row's weights.
 constexpr int kSumLanes = 16;
 

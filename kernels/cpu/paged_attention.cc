@@ -7,6 +7,7 @@
 
 #include "glog/logging.h"
 #include "kernels/cpu/attention_tile.h"
+#include "kernels/cpu/key_tile.h"
 
 namespace zipage::cpu {
 namespace {
@@ -30,18 +31,6 @@ struct Task {
   int64_t work;
   int64_t result;  // offset of the first segment's state in the shared results; unused unless split
 };
-
-// Sixteen floats that start a cache line, so that no vector straddles two.
-struct alignas(64) Line {
-  float lanes[16];
-};
-
-// At least num_floats, not preserving what was there.
-float* Reserve(int64_t num_floats, std::vector<Line>* lines) {
-  const auto num_lines = static_cast<size_t>((num_floats + 15) / 16);
-  if (lines->size() < num_lines) lines->resize(num_lines);
-  return lines->data()->lanes;
-}
 
 int NumSegments(int slots) { return (slots + kSegmentSlots - 1) / kSegmentSlots; }
 

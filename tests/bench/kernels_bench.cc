@@ -17,12 +17,16 @@
 #include <vector>
 
 #include "kernels/embedding.h"
+#include "kernels/key_similarity.h"
 #include "kernels/matmul.h"
+#include "kernels/pack_slots.h"
 #include "kernels/paged_attention.h"
 #include "kernels/rms_norm.h"
 #include "kernels/rope.h"
 #include "kernels/sample.h"
+#include "kernels/select_slots.h"
 #include "kernels/silu_mul.h"
+#include "kernels/window_scores.h"
 
 namespace zipage {
 namespace {
@@ -262,6 +266,174 @@ BENCHMARK(SampleBench)
     ->Args({6, 0, 95})
     ->Args({10, 0, 95})
     ->ArgNames({"temperature10", "top_k", "top_p100"})
+    ->UseRealTime();
+
+// What one call of the compression kernels sees: some layers of full tables of nine blocks of 256
+// slots, of which eight are kept. The pool holds `copies` times as many blocks.
+struct FullTables {
+  static constexpr int kLayers = 8, kBlocks = 9, kBlockSize = 256;
+  static constexpr int kSlots = kBlocks * kBlockSize, kKept = kSlots - kBlockSize;
+
+  FullTables(int batch, int kv_heads, int head_dim, DType dtype, int copies)
+      : pool_blocks(int64_t{batch} * kBlocks * copies),
+        layer_stride(pool_blocks * kBlockSize * kv_heads * head_dim),
+        row_bytes(static_cast<size_t>(kv_heads * head_dim) * DTypeSize(dtype)),
+        table(static_cast<size_t>(batch) * kBlocks),
+        table_len(static_cast<size_t>(batch), kBlocks) {
+    shape = {table.data(), table_len.data(), kLayers, batch, kv_heads, kBlocks, kBlockSize};
+    NextTables();
+  }
+
+  // Other blocks, shuffled.
+  void NextTables() {
+    for (int32_t& block : table) block = static_cast<int32_t>(next++ * 7919 % pool_blocks);
+  }
+
+  std::vector<char> RandomKeys(DType dtype, float offset) const {
+    const auto size = static_cast<size_t>(kLayers * layer_stride);
+    std::vector<char> keys(size * DTypeSize(dtype));
+    const std::vector<float> noise = Noise(1 << 20);
+    for (size_t i = 0; i < size; ++i) {
+      const float key = noise[(i * 31 + i / noise.size()) % noise.size()] + offset;
+      if (dtype == DType::kFloat32) {
+        reinterpret_cast<float*>(keys.data())[i] = key;
+      } else {
+        reinterpret_cast<BFloat16*>(keys.data())[i] = ToBFloat16(key);
+      }
+    }
+    return keys;
+  }
+
+  int64_t pool_blocks;
+  int64_t layer_stride;  // elements
+  size_t row_bytes;      // of one slot's keys
+  std::vector<int32_t> table, table_len;
+  CompressionShape shape;
+  int64_t next = 0;
+};
+
+// Window of 16. range: query heads, KV heads, head dimension, bf16.
+void WindowScoresBench(benchmark::State& state) {
+  const auto q_heads = static_cast<int>(state.range(0));
+  const auto kv_heads = static_cast<int>(state.range(1));
+  const auto head_dim = static_cast<int>(state.range(2));
+  const DType dtype = state.range(3) != 0 ? DType::kBFloat16 : DType::kFloat32;
+  const int window = 16;
+  const FullTables tables(1, kv_heads, head_dim, dtype, 1);
+  const std::vector<char> keys = tables.RandomKeys(dtype, 0);
+  const std::vector<char> queries(keys.begin(),
+                                  keys.begin() + FullTables::kLayers * window * q_heads * head_dim *
+                                                     static_cast<int>(DTypeSize(dtype)));
+  std::vector<float> score(static_cast<size_t>(tables.shape.num_scores()));
+  const int32_t query_slot = 0;
+  const double start = SecondsNow();
+  for (auto _ : state) {
+    cpu::WindowScores({tables.shape, keys.data(), queries.data(), &query_slot, score.data(),
+                       tables.layer_stride, int64_t{window} * q_heads * head_dim, window, q_heads,
+                       head_dim, dtype});
+  }
+  const double rows = 1.0 * FullTables::kLayers * FullTables::kSlots;
+  Report(state, start, rows * static_cast<double>(tables.row_bytes),
+         2 * rows * window * q_heads * head_dim);
+}
+BENCHMARK(WindowScoresBench)
+    ->Name("WindowScores")
+    ->ArgsProduct({{14}, {2}, {64}, {0, 1}})
+    ->ArgsProduct({{32}, {8}, {128}, {0, 1}})
+    ->ArgNames({"q_heads", "kv_heads", "head_dim", "bf16"})
+    ->UseRealTime();
+
+// range: KV heads, head dimension, lightning, keys that are mostly alike. Flops are those of the
+// formula: with alike keys most are not needed.
+void KeySimilarityBench(benchmark::State& state) {
+  const auto kv_heads = static_cast<int>(state.range(0));
+  const auto head_dim = static_cast<int>(state.range(1));
+  const bool lightning = state.range(2) != 0;
+  const FullTables tables(1, kv_heads, head_dim, DType::kFloat32, 1);
+  const std::vector<char> keys =
+      tables.RandomKeys(DType::kFloat32, state.range(3) != 0 ? 0.6F : 0.0F);
+  std::vector<float> row_sum(static_cast<size_t>(tables.shape.num_scores()));
+  std::vector<float> similarity(row_sum.size());
+  const double start = SecondsNow();
+  for (auto _ : state) {
+    cpu::KeySimilarity({tables.shape, keys.data(), row_sum.data(), similarity.data(),
+                        tables.layer_stride, head_dim, 0.4F, lightning, false, DType::kFloat32});
+  }
+  const double rows = 1.0 * FullTables::kLayers * FullTables::kSlots;
+  const int length = lightning ? FullTables::kBlockSize : FullTables::kSlots;
+  Report(state, start, rows * static_cast<double>(tables.row_bytes),
+         2 * rows * length * kv_heads * head_dim);
+}
+BENCHMARK(KeySimilarityBench)
+    ->Name("KeySimilarity")
+    ->ArgsProduct({{2}, {64}, {0, 1}, {0, 1}})
+    ->ArgsProduct({{8}, {128}, {0, 1}, {0}})
+    ->ArgNames({"kv_heads", "head_dim", "lightning", "alike"})
+    ->UseRealTime();
+
+// Two KV heads of one sequence.
+void SelectSlotsBench(benchmark::State& state) {
+  const FullTables tables(1, 2, 64, DType::kFloat32, 1);
+  const std::vector<float> score = Noise(static_cast<size_t>(tables.shape.num_scores()));
+  std::vector<int32_t> kept(score.size());
+  const int32_t num_pinned = 0;
+  const auto num_kept = static_cast<int32_t>(state.range(0));
+  const double start = SecondsNow();
+  for (auto _ : state) {
+    cpu::SelectSlots({tables.shape, score.data(), &num_pinned, &num_kept, kept.data(),
+                      FullTables::kKept, 0, 16});
+  }
+  Report(state, start,
+         4.0 * static_cast<double>(score.size()) + 4.0 * FullTables::kLayers * 2 * num_kept, 0);
+}
+BENCHMARK(SelectSlotsBench)
+    ->Name("SelectSlots")
+    ->Arg(FullTables::kKept)
+    ->Arg(512)
+    ->ArgName("kept")
+    ->UseRealTime();
+
+// Keeps a random eight of nine slots, in place, of blocks that come from memory. range: KV heads,
+// head dimension, bf16.
+void PackSlotsBench(benchmark::State& state) {
+  const auto kv_heads = static_cast<int>(state.range(0));
+  const auto head_dim = static_cast<int>(state.range(1));
+  const DType dtype = state.range(2) != 0 ? DType::kBFloat16 : DType::kFloat32;
+  const size_t table_bytes = size_t{2} * FullTables::kLayers * FullTables::kSlots *
+                             static_cast<size_t>(kv_heads * head_dim) * DTypeSize(dtype);
+  FullTables tables(1, kv_heads, head_dim, dtype, static_cast<int>(kColdBytes / table_bytes) + 1);
+  const size_t layer_bytes = static_cast<size_t>(tables.layer_stride) * DTypeSize(dtype);
+  std::vector<char> keys(FullTables::kLayers * layer_bytes, 0x3C);
+  std::vector<char> values = keys;
+  const int64_t stored_stride = tables.layer_stride / head_dim;
+  std::vector<float> stored(static_cast<size_t>(FullTables::kLayers * stored_stride), 1.0F);
+  std::vector<int32_t> kept, slots(FullTables::kSlots), kept_of_row(FullTables::kKept);
+  std::iota(slots.begin(), slots.end(), 0);
+  std::mt19937 rng(11);
+  for (int row = 0; row < FullTables::kLayers * kv_heads; ++row) {
+    std::sample(slots.begin(), slots.end(), kept_of_row.begin(), FullTables::kKept, rng);
+    kept.insert(kept.end(), kept_of_row.begin(), kept_of_row.end());
+  }
+  std::vector<int32_t> prompt_slots(static_cast<size_t>(FullTables::kLayers * kv_heads), 100);
+  const int32_t num_kept = FullTables::kKept;
+  const int32_t zero = 0;
+  const double start = SecondsNow();
+  for (auto _ : state) {
+    tables.NextTables();
+    cpu::PackSlots({tables.shape, kept.data(), &num_kept, &zero, tables.table.data(), keys.data(),
+                    values.data(), stored.data(), prompt_slots.data(), &zero, tables.layer_stride,
+                    stored_stride, FullTables::kKept, FullTables::kBlocks, 1, head_dim, dtype});
+  }
+  Report(state, start,
+         2.0 * FullTables::kLayers * FullTables::kKept *
+             (2.0 * static_cast<double>(tables.row_bytes) + 4.0 * kv_heads),
+         0);
+}
+BENCHMARK(PackSlotsBench)
+    ->Name("PackSlots")
+    ->ArgsProduct({{2}, {64}, {0, 1}})
+    ->ArgsProduct({{8}, {128}, {0, 1}})
+    ->ArgNames({"kv_heads", "head_dim", "bf16"})
     ->UseRealTime();
 
 }  // namespace
