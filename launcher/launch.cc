@@ -15,6 +15,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_format.h"
 #include "launcher/client.h"
+#include "launcher/dry_run.h"
 #include "launcher/engine_processes.h"
 #include "launcher/engine_run.h"
 #include "launcher/exit_status.h"
@@ -32,6 +33,7 @@ struct LaunchOptions {
   bool overwrite = false;
   std::string run_dir;
   bool quiet = false;
+  bool dry_run = false;
 };
 
 void AddLaunchOptions(CLI::App* app, LaunchOptions* options) {
@@ -45,6 +47,10 @@ void AddLaunchOptions(CLI::App* app, LaunchOptions* options) {
       "Directory for sockets and the resolved configuration, new or empty; removed at the "
       "end. Default: a new one in $XDG_RUNTIME_DIR/zipage or /tmp/zipage-UID");
   app->add_flag("--quiet", options->quiet, "Show no progress");
+  app->add_flag("--dry_run", options->dry_run,
+                "Start nothing and load no weights: print the memory that weights, KV cache, query "
+                "windows, scores and scratch take, how many sequences run at once with and without "
+                "compression, and from which output length compression wins; a job is not touched");
   app->footer(zipage::kExitStatusHelp);
 }
 
@@ -78,17 +84,24 @@ absl::StatusOr<std::optional<zipage::SubmitJob>> MakeJob(const LaunchOptions& op
   return std::optional<zipage::SubmitJob>(job);
 }
 
-absl::StatusOr<int> Launch(const Config& config, const LaunchOptions& options,
-                           std::optional<zipage::SubmitJob> job) {
+// The folder of this program, where the others are too.
+absl::StatusOr<std::string> ProgramDirectory() {
   std::error_code error;
   const std::filesystem::path self = std::filesystem::read_symlink("/proc/self/exe", error);
   if (error) {
     return absl::InternalError(
         absl::StrFormat("cannot read /proc/self/exe: %s; is /proc mounted?", error.message()));
   }
+  return self.parent_path().string();
+}
+
+absl::StatusOr<int> Launch(const Config& config, const LaunchOptions& options,
+                           std::optional<zipage::SubmitJob> job) {
+  ZIPAGE_ASSIGN_OR_RETURN(const std::string programs, ProgramDirectory());
   // The supervisor first: signals that come from here on are answered by an orderly end.
   ZIPAGE_ASSIGN_OR_RETURN(std::unique_ptr<zipage::Supervisor> supervisor,
                           zipage::Supervisor::Create());
+  if (options.dry_run) return zipage::DryRun(config, programs, supervisor.get());
   std::unique_ptr<zipage::RunDirectory> run_directory;
   if (options.run_dir.empty()) {
     ZIPAGE_ASSIGN_OR_RETURN(run_directory,
@@ -105,7 +118,7 @@ absl::StatusOr<int> Launch(const Config& config, const LaunchOptions& options,
   }
   zipage::EngineRun run(config, *run_directory, supervisor.get(), std::move(job), options.quiet);
   absl::StatusOr<int> status =
-      run.Run(zipage::EngineProcesses(config, *run_directory, self.parent_path().string(), shm_fd));
+      run.Run(zipage::EngineProcesses(config, *run_directory, programs, shm_fd));
   supervisor.reset();  // Nobody may still use the directory when it is removed.
   return status;
 }
@@ -139,7 +152,9 @@ int main(int argc, char** argv) {  // NOLINT(bugprone-exception-escape)
   if (status.ok()) status = zipage::ResolveDevice(&config);
   if (status.ok()) status = CheckSlurmTask();
   if (!status.ok()) return Fail(status, zipage::kExitUsage);
-  absl::StatusOr<std::optional<zipage::SubmitJob>> job = MakeJob(options);
+  // To look at a job's input would consume it if it is a pipe.
+  absl::StatusOr<std::optional<zipage::SubmitJob>> job =
+      options.dry_run ? std::nullopt : MakeJob(options);
   if (!job.ok()) return Fail(job.status(), zipage::kExitUsage);
   absl::StatusOr<int> exit_status = Launch(config, options, *std::move(job));
   if (!exit_status.ok()) return Fail(exit_status.status(), zipage::kExitFailed);

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -15,6 +16,9 @@
 
 namespace zipage {
 namespace {
+
+// Characters of a drawn history: its line fits a terminal.
+constexpr size_t kHistoryColumns = 32;
 
 const char* StateText(JobState state) {
   switch (state) {
@@ -36,6 +40,58 @@ double Ratio(double part, double whole) { return whole > 0 ? part / whole : 0; }
 std::string DoneOfTotal(const JobStatus& job) {
   const uint64_t done = job.num_succeeded + job.num_failed;
   return job.num_lines == 0 ? absl::StrCat(done) : absl::StrCat(done, "/", job.num_lines);
+}
+
+// Means of neighbours, so that at most `max_size` values are left. The last may be of fewer.
+std::vector<float> Coarser(const std::vector<float>& values, size_t max_size) {
+  const size_t group = (values.size() + max_size - 1) / max_size;
+  std::vector<float> means;
+  for (size_t i = 0; i < values.size(); i += group) {
+    const size_t end = std::min(i + group, values.size());
+    float sum = 0;
+    for (size_t j = i; j < end; ++j) sum += values[j];
+    means.push_back(sum / static_cast<float>(end - i));
+  }
+  return means;
+}
+
+// "▁▄█  min 1.0, mean 5.3, max 9.0" of means over equal parts of time, drawn as shares of `top`
+// and printed with so many decimals after a multiplication by `scale`. REQUIRES: values.
+std::string HistoryText(const std::vector<float>& values, double top, double scale, int decimals,
+                        const char* unit) {
+  const auto [min, max] = std::minmax_element(values.begin(), values.end());
+  const double mean =
+      std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
+  const auto text = [&](double value) {
+    return absl::StrFormat("%.*f%s", decimals, scale * value, unit);
+  };
+  return absl::StrFormat(
+      "%s  min %s, mean %s, max %s", Sparkline(Coarser(values, kHistoryColumns), top),
+      text(static_cast<double>(*min)), text(mean), text(static_cast<double>(*max)));
+}
+
+// Lines about the time the engine was busy behind `label`, empty if it never was.
+std::string ConcurrencyLine(const EngineStatus& engine, const char* label) {
+  const std::vector<float>& running = engine.running_history;
+  if (running.empty()) return "";
+  const auto top = static_cast<double>(*std::max_element(running.begin(), running.end()));
+  return absl::StrFormat("%s%s\n", label, HistoryText(running, top, 1, 1, ""));
+}
+
+std::string OccupancyLine(const EngineStatus& engine, const char* label) {
+  if (engine.block_history.empty()) return "";
+  return absl::StrFormat("%s%s\n", label, HistoryText(engine.block_history, 1, 100, 0, "%"));
+}
+
+// "1.23k, 2.1% of the device's time"
+std::string CompressionText(const EngineStatus& engine) {
+  return absl::StrFormat("%s, %.1f%% of the device's time", FormatCount(engine.num_compressions),
+                         100 * Ratio(engine.compression_seconds, engine.device_seconds));
+}
+
+// Whether there is anything to say about compression.
+bool Compresses(const EngineStatus& engine) {
+  return engine.num_query_slots > 0 || engine.num_compressions > 0;
 }
 
 // Text from elsewhere must not steer the terminal.
@@ -74,6 +130,19 @@ std::string FormatDuration(double seconds) {
   return absl::StrFormat("%dd%02dh", s / 86400, s / 3600 % 24);
 }
 
+std::string Sparkline(const std::vector<float>& values, double top) {
+  constexpr const char* kBars[] = {"▁", "▂", "▃", "▄", "▅", "▆", "▇", "█"};
+  constexpr double kHighest = 7;
+  std::string text;
+  for (const float value : values) {
+    const double share = Ratio(static_cast<double>(value), top);
+    // Written so that what is not a number is the lowest.
+    const double level = share > 0 ? std::min(kHighest, std::round(share * kHighest)) : 0;
+    text += kBars[static_cast<size_t>(level)];
+  }
+  return text;
+}
+
 void RateMeter::Add(double seconds, uint64_t count) {
   if (!samples_.empty() && count < samples_.back().count) samples_.clear();
   samples_.push_back({seconds, count});
@@ -99,10 +168,14 @@ std::string ProgressLine(const EngineStatus& engine, const JobStatus& job, doubl
                          double eta_seconds) {
   const double kv = 100 * Ratio(static_cast<double>(engine.num_used_blocks),
                                 static_cast<double>(engine.num_blocks));
-  return absl::StrFormat("%s lines  %d failed  %s tok/s  %d running  %d waiting  kv %.0f%%  %s",
+  const std::string compressions =
+      engine.num_compressions > 0
+          ? absl::StrFormat("%s compressions  ", FormatCount(engine.num_compressions))
+          : "";
+  return absl::StrFormat("%s lines  %d failed  %s tok/s  %d running  %d waiting  kv %.0f%%  %s%s",
                          DoneOfTotal(job), job.num_failed,
                          FormatCount(static_cast<uint64_t>(std::max(0.0, tokens_per_second))),
-                         engine.num_running, engine.num_waiting, kv,
+                         engine.num_running, engine.num_waiting, kv, compressions,
                          engine.draining ? std::string("stopping")
                                          : absl::StrCat("eta ", FormatDuration(eta_seconds)));
 }
@@ -130,6 +203,12 @@ std::string Summary(const EngineStatus& engine, const JobStatus& job, double wal
                         FormatDuration(job.seconds));
   absl::StrAppendFormat(&text, "engine       peak %d sequences at once, %d preemptions, %s steps\n",
                         engine.peak_running, engine.num_preemptions, FormatCount(engine.step));
+  text += ConcurrencyLine(engine, "concurrency  ");
+  text += OccupancyLine(engine, "kv cache     ");
+  if (Compresses(engine)) {
+    absl::StrAppendFormat(&text, "compressions %s; %d swaps to the host\n", CompressionText(engine),
+                          engine.num_swaps_out);
+  }
   absl::StrAppendFormat(&text, "prefix cache %d prompt tokens found (%.1f%%)\n",
                         engine.cached_tokens, hits);
   absl::StrAppendFormat(&text, "wall time    %s\n", FormatDuration(wall_seconds));
@@ -146,9 +225,18 @@ std::string StatusTable(const EngineStatus& engine) {
   absl::StrAppendFormat(&text, "running  %d sequences (peak %d), %d waiting, %d preemptions\n",
                         engine.num_running, engine.peak_running, engine.num_waiting,
                         engine.num_preemptions);
+  text += ConcurrencyLine(engine, "         ");
   absl::StrAppendFormat(&text, "kv       %d blocks of %d: %d used, %d cached, %d free\n",
                         engine.num_blocks, engine.block_size, engine.num_used_blocks,
                         engine.num_cached_blocks, engine.num_free_blocks);
+  text += OccupancyLine(engine, "         ");
+  if (Compresses(engine)) {
+    absl::StrAppendFormat(&text,
+                          "compress %s; %d of %d query slots used, %d sequences swapped (%d "
+                          "swaps)\n",
+                          CompressionText(engine), engine.num_used_query_slots,
+                          engine.num_query_slots, engine.num_swapped, engine.num_swaps_out);
+  }
   absl::StrAppendFormat(&text,
                         "tokens   %s prompt, %s from the prefix cache, %s recomputed, %s output\n",
                         FormatCount(engine.prompt_tokens), FormatCount(engine.cached_tokens),
@@ -192,6 +280,15 @@ std::string StatusJson(const EngineStatus& e) {
       {"recomputed_tokens", e.recomputed_tokens},
       {"output_tokens", e.output_tokens},
       {"device_seconds", e.device_seconds},
+      {"num_query_slots", e.num_query_slots},
+      {"num_used_query_slots", e.num_used_query_slots},
+      {"num_swapped", e.num_swapped},
+      {"num_swaps_out", e.num_swaps_out},
+      {"num_compressions", e.num_compressions},
+      {"compression_seconds", e.compression_seconds},
+      {"running_history", e.running_history},
+      {"block_history", e.block_history},
+      {"history_seconds", e.history_seconds},
       {"workers", nlohmann::ordered_json::array()},
       {"jobs", nlohmann::ordered_json::array()},
   };

@@ -7,6 +7,7 @@
 #include <deque>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "proto/messages.h"
 
@@ -16,6 +17,10 @@ namespace zipage {
 std::string FormatCount(uint64_t n);
 // 9s, 2m05s, 1h02m, 3d04h. "-" if it is negative or not a number: unknown.
 std::string FormatDuration(double seconds);
+
+// One character for each value, the higher the fuller, as shares of `top`: "▁▄█" for 0, 0.5, 1.
+// Values outside of [0, top], and what is not a number, show as the nearest end.
+std::string Sparkline(const std::vector<float>& values, double top);
 
 // The growth of a counter over the last `window` seconds.
 class RateMeter {
@@ -38,7 +43,8 @@ class RateMeter {
 // Seconds until the job is done at `lines_per_second`; negative if that cannot be told.
 double EtaSeconds(const JobStatus& job, double lines_per_second);
 
-// "12/200 lines  1 failed  345 tok/s  8 running  4 waiting  kv 37%  eta 1m05s"
+// "12/200 lines  1 failed  345 tok/s  8 running  4 waiting  kv 37%  56 compressions  eta 1m05s";
+// compressions only if there are any.
 std::string ProgressLine(const EngineStatus& engine, const JobStatus& job, double tokens_per_second,
                          double eta_seconds);
 

@@ -44,6 +44,7 @@ struct ExecArguments {
   int status_fd;
   pid_t parent;
   bool dies_with_parent;
+  bool prints_results;
 };
 
 [[noreturn]] void ExecChild(const ExecArguments& a) {
@@ -57,9 +58,9 @@ struct ExecArguments {
   sigemptyset(&none);
   sigprocmask(SIG_SETMASK, &none, nullptr);
   for (int signal_number : {SIGINT, SIGTERM, SIGHUP, SIGPIPE}) signal(signal_number, SIG_DFL);
-  // What a child prints is for people: the launcher's standard output carries results only.
   dup2(a.null_fd, STDIN_FILENO);
-  dup2(STDERR_FILENO, STDOUT_FILENO);
+  // What other children print is for people: the launcher's standard output carries results only.
+  if (!a.prints_results) dup2(STDERR_FILENO, STDOUT_FILENO);
   close_range(STDERR_FILENO + 1, ~0U, CLOSE_RANGE_CLOEXEC);
   for (int fd : a.fds) fcntl(fd, F_SETFD, 0);
   execve(a.argv[0], a.argv.data(), a.environment.data());
@@ -211,9 +212,9 @@ absl::Status Supervisor::Start(const ProcessSpec& spec) {
   argv.insert(argv.end(), {"--life_fd", std::to_string(life_read_.get()), "--error_fd",
                            std::to_string(error_write.get())});
   std::vector<std::string> environment = MakeEnvironment(spec);
-  ExecArguments arguments{Pointers(&argv),      Pointers(&environment), spec.fds,
-                          null_file.get(),      status_write.get(),     getpid(),
-                          spec.dies_with_parent};
+  ExecArguments arguments{Pointers(&argv),       Pointers(&environment), spec.fds,
+                          null_file.get(),       status_write.get(),     getpid(),
+                          spec.dies_with_parent, spec.prints_results};
   arguments.fds.insert(arguments.fds.end(), {life_read_.get(), error_write.get()});
 
   const pid_t pid = fork();

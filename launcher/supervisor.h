@@ -29,6 +29,7 @@ struct ProcessSpec {
   std::vector<std::pair<std::string, std::string>> environment;  // Set or replaced.
   std::vector<int> fds;          // Inherited, under the same numbers.
   bool dies_with_parent = true;  // The kernel kills it when the supervisor's program dies.
+  bool prints_results = false;   // Its standard output is the program's; else it goes to stderr.
 };
 
 // How a process ended.

@@ -18,6 +18,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
 #include "glog/logging.h"
+#include "proto/contradictions.h"
 #include "proto/toml.h"
 
 namespace zipage {
@@ -34,8 +35,8 @@ struct Range {
 struct Choices {
   const char* names;  // Separated by ", ".
 };
-// std::monostate: any value that parses.
 using Limits = std::variant<std::monostate, Range, Choices>;
+constexpr Limits kAny;  // Any value that parses.
 
 enum InDigest : bool { kLocal = false, kInDigest = true };
 
@@ -52,15 +53,9 @@ constexpr double kDaySeconds = 86400;
 // In the order of --help. An option is in the digest if results or shapes that ranks must share
 // depend on it.
 constexpr Option kOptions[] = {
-    {"model",
-     &Config::model,
-     {},
-     kLocal,
+    {"model", &Config::model, kAny, kLocal,
      "Folder of a Hugging Face model with config.json, safetensors and tokenizer.json."},
-    {"served_model_name",
-     &Config::served_model_name,
-     {},
-     kLocal,
+    {"served_model_name", &Config::served_model_name, kAny, kLocal,
      "Name of the model in results; empty takes the name of its folder."},
     {"tp", &Config::tp, Range{1, 64}, kInDigest, "Tensor-parallel ranks, one worker process each."},
     {"device", &Config::device, Choices{"auto, cpu, cuda"}, kInDigest,
@@ -79,16 +74,80 @@ constexpr Option kOptions[] = {
      "Blocks of KV cache; 0 takes as many as memory holds."},
     {"kv_cache_memory_gb", &Config::kv_cache_memory_gb, Range{0, 1 << 20}, kLocal,
      "Memory for KV cache per rank in GiB; 0 takes a share of what the device has free."},
-    {"enable_prefix_cache",
-     &Config::enable_prefix_cache,
-     {},
-     kLocal,
-     "Share full blocks between sequences that begin alike; --no_enable_prefix_cache turns it "
-     "off."},
-    {"seed",
-     &Config::seed,
-     {},
-     kInDigest,
+    {"gpu_memory_utilization", &Config::gpu_memory_utilization, Range{0.01, 1}, kLocal,
+     "Share of the device's memory that the engine may take; on the CPU, of the free memory that "
+     "the automatic KV cache may take."},
+    {"swap_space_gb", &Config::swap_space_gb, Range{0, 1 << 20}, kLocal,
+     "Host memory per rank for swapped sequences in GiB; 0 recomputes them instead."},
+    {"enable_prefix_cache", &Config::enable_prefix_cache, kAny, kLocal,
+     "Share full blocks between sequences that begin alike."},
+    {"compression_policy", &Config::compression_policy,
+     Choices{"auto, none, paper, pinned_score, pinned_random, recency"}, kInDigest,
+     "What KV compression keeps: auto as the best one measured; none everything; paper what "
+     "attention looks at and no other key resembles; pinned_score the prompt, a score_share by "
+     "attention and the rest at random; pinned_random the prompt and the rest at random; recency "
+     "the newest."},
+    {"max_cache_blocks_per_seq", &Config::max_cache_blocks_per_seq, Range{1, 65536}, kInDigest,
+     "Full blocks a sequence keeps after a compression; it never holds more than one above that. A "
+     "request's kv_budget, in tokens, replaces it."},
+    {"query_cache_len", &Config::query_cache_len, Range{1, 64}, kInDigest,
+     "Newest positions whose queries score the others and that are always kept; at most "
+     "kvcache_block_size."},
+    {"pin_prompt", &Config::pin_prompt, Choices{"auto, on, off"}, kInDigest,
+     "Always keep the prompt, up to half the budget; auto is on for pinned_score and "
+     "pinned_random."},
+    {"score_share", &Config::score_share, Range{0, 1}, kInDigest,
+     "pinned_score: share of the slots beside prompt and window that go to the highest scores; the "
+     "others are drawn at random."},
+    {"use_global_score", &Config::use_global_score, kAny, kInDigest,
+     "paper, pinned_score: remember scores from one compression to the next, decayed by "
+     "decay_factor."},
+    {"decay_factor", &Config::decay_factor, Range{0, 1}, kInDigest,
+     "Share of a remembered score that counts at the next compression."},
+    {"max_norm", &Config::max_norm, kAny, kInDigest,
+     "paper, pinned_score: divide attention score and similarity by their maximum."},
+    {"enable_pooling", &Config::enable_pooling, kAny, kInDigest,
+     "paper, pinned_score: spread each score over its neighbours at a sequence's first "
+     "compression."},
+    {"continues_pooling", &Config::continues_pooling, kAny, kInDigest,
+     "Pool at every compression, not at the first alone; needs enable_pooling."},
+    {"pooling_size", &Config::pooling_size, Range{1, 255}, kInDigest,
+     "Slots that the pooling takes the maximum over; odd."},
+    {"use_similarity", &Config::use_similarity, kAny, kInDigest,
+     "paper: lower the score of keys that resemble others."},
+    {"lightning_similarity", &Config::lightning_similarity, kAny, kInDigest,
+     "use_similarity: compare keys within a block only; off: with all others, at quadratic "
+     "cost."},
+    {"similarity_lambda", &Config::similarity_lambda, Range{0, 1}, kInDigest,
+     "use_similarity: weight of the attention score against the similarity."},
+    {"similarity_temperature", &Config::similarity_temperature, Range{0.001, 1000}, kInDigest,
+     "use_similarity: temperature of the softmax over the similarities."},
+    {"use_attention_sink", &Config::use_attention_sink, kAny, kInDigest,
+     "Always keep the first sink_len slots."},
+    {"sink_len", &Config::sink_len, Range{1, 65536}, kInDigest,
+     "Slots that use_attention_sink keeps."},
+    {"compress_prefill", &Config::compress_prefill, kAny, kInDigest,
+     "Compress prompts longer than the budget while they are prefilled; off: when the block in "
+     "which the prompt ends is full."},
+    {"enable_async_compress", &Config::enable_async_compress, kAny, kInDigest,
+     "A compressing sequence sits out while the others go on; off: it is compressed before the "
+     "step."},
+    {"enable_hybrid_engine", &Config::enable_hybrid_engine, kAny, kInDigest,
+     "Admit sequences beyond those whose blocks are guaranteed while blocks are free."},
+    {"adaptive_kv_budget", &Config::adaptive_kv_budget, kAny, kInDigest,
+     "Keep the full cache while blocks are free and compress only under memory pressure; results "
+     "then depend on the load."},
+    {"layer_stride", &Config::layer_stride, Range{1, 1024}, kInDigest,
+     "Layers compressed together; fewer need less scratch memory."},
+    {"repetition_penalty", &Config::repetition_penalty, Range{0, 100}, kInDigest,
+     "Repetition penalty of requests that give none; 0 takes the model's own default, 1 is "
+     "none."},
+    {"repetition_ngram_size", &Config::repetition_ngram_size, Range{0, 1024}, kInDigest,
+     "End a sequence, with finish_reason \"repetition\", when the last so many tokens of its "
+     "output have occurred in it repetition_ngram_count times; 0 is off."},
+    {"repetition_ngram_count", &Config::repetition_ngram_count, Range{2, 1000000}, kInDigest,
+     "Occurrences at which repetition_ngram_size ends a sequence."},
+    {"seed", &Config::seed, kAny, kInDigest,
      "Base of the sampling seeds of requests that give none."},
     {"generation_config", &Config::generation_config, Choices{"auto, none"}, kInDigest,
      "auto takes sampling defaults from the model's generation_config.json, none does not."},
@@ -108,26 +167,14 @@ constexpr Option kOptions[] = {
      "Seconds that running requests get to finish after SIGTERM; 0 stops at once."},
     {"max_line_mb", &Config::max_line_mb, Range{0.001, 1024}, kLocal,
      "Longest line of a job file in MiB; longer ones become error records."},
-    {"job_endpoint",
-     &Config::job_endpoint,
-     {},
-     kLocal,
+    {"job_endpoint", &Config::job_endpoint, kAny, kLocal,
      "Where jobs arrive besides the Unix socket in the run directory: ipc://PATH or "
-     "tcp://ADDRESS:PORT; empty is nowhere"},
-    {"curve_key_file",
-     &Config::curve_key_file,
-     {},
-     kLocal,
+     "tcp://ADDRESS:PORT; empty is nowhere."},
+    {"curve_key_file", &Config::curve_key_file, kAny, kLocal,
      "File of the job socket's own CURVE keys; empty is no encryption."},
-    {"curve_allowed_clients_file",
-     &Config::curve_allowed_clients_file,
-     {},
-     kLocal,
+    {"curve_allowed_clients_file", &Config::curve_allowed_clients_file, kAny, kLocal,
      "File of the public keys of clients the job socket lets in, one a line."},
-    {"insecure_tcp",
-     &Config::insecure_tcp,
-     {},
-     kLocal,
+    {"insecure_tcp", &Config::insecure_tcp, kAny, kLocal,
      "Take a tcp:// job_endpoint without CURVE keys: whoever reaches the port can run jobs."},
 };
 
@@ -180,18 +227,24 @@ std::string TypeName(const Option& option) {
   return std::holds_alternative<double Config::*>(option.member) ? "NUMBER" : "INT";
 }
 
-// "; did you mean PREFIXname?" for the option of `app` nearest to `name`; empty if none is near.
+// "; did you mean PREFIXname?" for the option of `app` nearest to `name`, or the only one that
+// begins like it; a hint at --help if there is none.
 std::string Suggestion(const CLI::App& app, std::string_view name, const char* prefix) {
   std::string nearest;
+  std::vector<std::string> beginning;
   size_t best = std::max<size_t>(2, name.size() / 4) + 1;
   for (const CLI::Option* option : app.get_options()) {
     for (const std::string& candidate : option->get_lnames()) {
+      if (!name.empty() && absl::StartsWith(candidate, ToAbsl(name))) {
+        beginning.push_back(candidate);
+      }
       const size_t distance = EditDistance(name, candidate);
       if (distance >= best) continue;
       best = distance;
       nearest = candidate;
     }
   }
+  if (nearest.empty() && beginning.size() == 1) nearest = beginning.front();
   if (nearest.empty()) return "; --help lists all";
   return absl::StrCat("; did you mean ", prefix, nearest, "?");
 }
@@ -281,33 +334,6 @@ absl::Status CheckLimits(const Config& config, const Option& option) {
   return absl::OkStatus();
 }
 
-absl::Status CheckJobEndpoint(const Config& config) {
-  const std::string& endpoint = config.job_endpoint;
-  const bool tcp = absl::StartsWith(endpoint, "tcp://");
-  if (!endpoint.empty() && !tcp && !absl::StartsWith(endpoint, "ipc://")) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("job_endpoint is \"%s\"; give ipc://PATH or tcp://ADDRESS:PORT", endpoint));
-  }
-  const bool keys = !config.curve_key_file.empty();
-  if (keys == config.curve_allowed_clients_file.empty()) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("%s is given without %s; CURVE needs both",
-                        keys ? "curve_key_file" : "curve_allowed_clients_file",
-                        keys ? "curve_allowed_clients_file" : "curve_key_file"));
-  }
-  if (keys && config.insecure_tcp) {
-    return absl::InvalidArgumentError(
-        "insecure_tcp contradicts curve_key_file; give one of the two");
-  }
-  if (tcp && !keys && !config.insecure_tcp) {
-    return absl::InvalidArgumentError(
-        absl::StrFormat("job_endpoint %s is open to the network; give curve_key_file and "
-                        "curve_allowed_clients_file, or insecure_tcp to accept everyone",
-                        endpoint));
-  }
-  return absl::OkStatus();
-}
-
 }  // namespace
 
 size_t EditDistance(std::string_view a, std::string_view b) {
@@ -333,7 +359,7 @@ void AddOptions(CLI::App* app, Config* config) {
   for (const Option& option : kOptions) {
     if (const auto* flag = std::get_if<bool Config::*>(&option.member)) {
       app->add_flag(absl::StrFormat("--%s,!--no_%s", option.name, option.name), config->**flag,
-                    option.help);
+                    absl::StrCat(option.help, config->**flag ? " Default: on." : " Default: off."));
       continue;
     }
     std::string help = option.help;
@@ -384,22 +410,18 @@ absl::Status Validate(const Config& config) {
         "model is missing; give the folder of a model by --model DIR");
   }
   for (const Option& option : kOptions) ZIPAGE_RETURN_IF_ERROR(CheckLimits(config, option));
-  if (config.max_model_len == 1) {
-    return absl::InvalidArgumentError(
-        "max_model_len is 1; give at least 2, one position of prompt and one of output, or 0");
+  return CheckContradictions(config);
+}
+
+Config ResolveCompression(Config config) {
+  // deploy/FIDELITY.md has the figures.
+  if (config.compression_policy == "auto") config.compression_policy = "paper";
+  if (config.pin_prompt == "auto") {
+    const bool pins =
+        config.compression_policy == "pinned_score" || config.compression_policy == "pinned_random";
+    config.pin_prompt = pins ? "on" : "off";
   }
-  if (config.max_num_batched_tokens < config.max_num_seqs) {
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "max_num_batched_tokens is %d, but %d sequences (max_num_seqs) decode one token each in a "
-        "step; raise the one or lower the other",
-        config.max_num_batched_tokens, config.max_num_seqs));
-  }
-  if (config.num_kvcache_blocks > 0 && config.kv_cache_memory_gb > 0) {
-    return absl::InvalidArgumentError(absl::StrFormat(
-        "num_kvcache_blocks %d and kv_cache_memory_gb %g both size the KV cache; give one",
-        config.num_kvcache_blocks, config.kv_cache_memory_gb));
-  }
-  return CheckJobEndpoint(config);
+  return config;
 }
 
 std::string ToToml(const Config& config) {

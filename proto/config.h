@@ -17,7 +17,7 @@ namespace zipage {
 
 inline constexpr char kVersion[] = "0.1.0";
 
-struct Config {
+struct Config {  // NOLINT(clang-analyzer-optin.performance.Padding): in the order of --help
   // Folder of a Hugging Face model: config.json, safetensors, tokenizer.json. Required.
   std::string model;
   // The model's name in results; empty takes the name of its folder.
@@ -42,8 +42,71 @@ struct Config {
   int64_t num_kvcache_blocks = 0;
   // Memory for KV cache per rank, in GiB; 0 takes a share of what the device has free.
   double kv_cache_memory_gb = 0;
+  // Share of the device's memory that the engine may take: weights, activations, KV cache, query
+  // windows and scratch. On the CPU it bounds the share of the free memory that the automatic KV
+  // cache takes.
+  double gpu_memory_utilization = 0.9;
+  // Host memory per rank for the blocks of swapped sequences, in GiB; 0 recomputes instead.
+  double swap_space_gb = 4;
   // Share full blocks between sequences that begin alike.
   bool enable_prefix_cache = true;
+
+  // ---- KV compression (DESIGN 5)
+
+  // What is evicted: auto (the best one measured), none (full cache), paper, pinned_score,
+  // pinned_random or recency.
+  std::string compression_policy = "auto";
+  // Full blocks a sequence keeps after a compression; it never holds more than one above that. A
+  // request's kv_budget replaces it.
+  int max_cache_blocks_per_seq = 8;
+  // Newest positions whose queries score the others and that are always kept; w of DESIGN 5.
+  int query_cache_len = 16;
+  // Whether the prompt, up to half the budget, is kept whatever its score: auto (as the policy does
+  // it), on or off.
+  std::string pin_prompt = "auto";
+  // pinned_score: share of the slots left beside prompt and window that go to the highest scores;
+  // the others are drawn at random.
+  double score_share = 0.25;
+  // Take the maximum of the attention score and decay_factor times the score stored before.
+  bool use_global_score = true;
+  double decay_factor = 0.8;
+  // Divide the attention score (and the similarity) by its maximum.
+  bool max_norm = false;
+  // Spread each score over its neighbours (maximum over pooling_size slots) at the first
+  // compression, with continues_pooling at every one.
+  bool enable_pooling = true;
+  bool continues_pooling = false;
+  int pooling_size = 5;
+  // paper: lower the score of keys that resemble others: similarity_lambda * score -
+  // (1 - similarity_lambda) * similarity. Lightning compares keys within a block only.
+  bool use_similarity = true;
+  bool lightning_similarity = true;
+  double similarity_lambda = 0.2;
+  double similarity_temperature = 0.4;
+  // Always keep the first sink_len slots.
+  bool use_attention_sink = false;
+  int sink_len = 4;
+  // Compress prompts that are longer than the budget while they are prefilled, so that their memory
+  // is bounded too; off: when the block in which the prompt ends is full.
+  bool compress_prefill = false;
+  // A compressing sequence sits out while the others go on; off: compressions run before the step.
+  bool enable_async_compress = true;
+  // Admit sequences beyond those whose blocks are guaranteed while blocks are free.
+  bool enable_hybrid_engine = true;
+  // Keep the full cache while blocks are free; compress only under memory pressure. Results then
+  // depend on the load.
+  bool adaptive_kv_budget = false;
+  // Layers compressed together; bounds the scratch memory.
+  int layer_stride = 8;
+
+  // ---- Defaults of requests
+
+  // Repetition penalty of requests that give none; 0 takes the model's own default.
+  double repetition_penalty = 0;
+  // A sequence ends, with finish_reason "repetition", when the last repetition_ngram_size tokens of
+  // its output occurred in it repetition_ngram_count times; size 0 is off.
+  int repetition_ngram_size = 0;
+  int repetition_ngram_count = 8;
   // Base of the sampling seeds of requests that give none.
   int64_t seed = 0;
   // auto takes sampling defaults from the model's generation_config.json, none does not.
@@ -91,6 +154,11 @@ absl::Status ParseCommandLine(CLI::App* app, int argc, char** argv);
 
 // Ranges, choices and contradictions; every message names option, value and cure.
 absl::Status Validate(const Config& config);
+
+// `config` with what auto stands for in its place: compression_policy auto is the best policy that
+// was measured, pin_prompt auto is on for pinned_score and pinned_random and off for the others.
+// The only place that says so.
+Config ResolveCompression(Config config);
 
 // TOML that ParseCommandLine reads back to an equal Config.
 std::string ToToml(const Config& config);

@@ -13,11 +13,13 @@ namespace zipage {
 
 // A row of the per-sequence state that every worker keeps, in [0, max_num_seqs).
 using SequenceSlot = int32_t;
+// A row of the query-window pool, in [0, num_query_slots).
+using QuerySlot = int32_t;
 // A block of `kvcache_block_size` positions of the KV pool, in [0, num_kv_blocks).
 using BlockId = int32_t;
 using TokenId = int32_t;
 
-inline constexpr uint32_t kProtocolVersion = 1;
+inline constexpr uint32_t kProtocolVersion = 2;
 
 // ---- worker to scheduler
 
@@ -40,6 +42,8 @@ struct Ready {
   std::string compute_dtype;
   uint64_t max_positions = 0;
   uint64_t vocab_size = 0;
+  uint64_t num_query_slots = 0;
+  uint64_t num_host_blocks = 0;
   bool operator==(const Ready&) const = default;
 };
 
@@ -90,13 +94,20 @@ struct SampledToken {
   bool operator==(const SampledToken&) const = default;
 };
 
+struct FinishedCompression {
+  SequenceSlot sequence_slot = 0;
+  float prompt_tokens_kept = 0;
+  bool operator==(const FinishedCompression&) const = default;
+};
+
 struct StepResult {
   uint32_t rank = 0;
   uint64_t step = 0;
   std::vector<SampledToken> sampled;
   std::vector<SequenceSlot> corrupted;
-  std::vector<SequenceSlot> finished_compressions;
+  std::vector<FinishedCompression> finished_compressions;
   uint64_t device_micros = 0;
+  uint64_t compression_micros = 0;
   bool operator==(const StepResult&) const = default;
 };
 
@@ -114,6 +125,7 @@ using WorkerMessage = std::variant<Hello, Ready, Heartbeat, StepResult, WorkerEr
 
 struct Start {
   uint64_t num_kv_blocks = 0;
+  uint64_t num_query_slots = 0;
   bool operator==(const Start&) const = default;
 };
 
@@ -146,6 +158,7 @@ struct Compression {
   SequenceSlot sequence_slot = 0;
   std::vector<BlockId> source_table;
   std::vector<BlockId> target_table;
+  uint32_t num_pinned = 0;
   bool operator==(const Compression&) const = default;
 };
 
@@ -153,8 +166,13 @@ struct Swap {
   SequenceSlot sequence_slot = 0;
   bool to_host = false;
   std::vector<BlockId> device_blocks;
-  std::vector<BlockId> host_blocks;
   bool operator==(const Swap&) const = default;
+};
+
+struct QuerySlotGrant {
+  SequenceSlot sequence_slot = 0;
+  QuerySlot query_slot = 0;
+  bool operator==(const QuerySlotGrant&) const = default;
 };
 
 struct StepPlan {
@@ -166,6 +184,9 @@ struct StepPlan {
   uint32_t num_decoding = 0;
   std::vector<Compression> compressions;
   std::vector<Swap> swaps;
+  std::vector<SequenceSlot> paused;
+  std::vector<SequenceSlot> resumed;
+  std::vector<QuerySlotGrant> query_slots;
   bool operator==(const StepPlan&) const = default;
 };
 
@@ -247,6 +268,15 @@ struct EngineStatus {
   uint64_t recomputed_tokens = 0;
   uint64_t output_tokens = 0;
   double device_seconds = 0;
+  uint64_t num_query_slots = 0;
+  uint64_t num_used_query_slots = 0;
+  uint64_t num_swapped = 0;
+  uint64_t num_swaps_out = 0;
+  uint64_t num_compressions = 0;
+  double compression_seconds = 0;
+  std::vector<float> running_history;
+  std::vector<float> block_history;
+  double history_seconds = 0;
   std::string job_endpoint;
   std::vector<WorkerStatus> workers;
   std::vector<JobStatus> jobs;

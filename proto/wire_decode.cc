@@ -41,6 +41,13 @@ absl::Status CheckFinite(Field field, double value) {
   return absl::InvalidArgumentError(absl::StrFormat("%s is %g, not a finite number", field, value));
 }
 
+template <typename List>
+absl::Status ReadFinite(List list, Field field, std::vector<float>* values) {
+  *values = Vector<float>(list);
+  for (const float value : *values) ZIPAGE_RETURN_IF_ERROR(CheckFinite(field, value));
+  return absl::OkStatus();
+}
+
 // Turns an enum of the schema into ours; `last` is our greatest value.
 template <typename To, typename From>
 absl::Status ReadEnum(Field field, From from, To last, To* to) {
@@ -74,6 +81,8 @@ absl::Status Read(schema::Ready::Reader r, Field* at, Ready* m) {
   m->compute_dtype = String(r.getComputeDtype());
   m->max_positions = r.getMaxPositions();
   m->vocab_size = r.getVocabSize();
+  m->num_query_slots = r.getNumQuerySlots();
+  m->num_host_blocks = r.getNumHostBlocks();
   return absl::OkStatus();
 }
 
@@ -134,6 +143,21 @@ absl::Status ReadLogprobs(schema::StepResult::Reader r, Field* at,
   return absl::OkStatus();
 }
 
+absl::Status ReadFinishedCompressions(schema::StepResult::Reader r, Field* at,
+                                      std::vector<FinishedCompression>* finished) {
+  *at = "StepResult.finishedCompressions";
+  auto slots = r.getFinishedCompressions();
+  *at = "StepResult.promptTokensKept";
+  auto kept = r.getPromptTokensKept();
+  ZIPAGE_RETURN_IF_ERROR(CheckSameSize(*at, kept.size(), "finishedCompressions", slots.size()));
+  finished->resize(slots.size());
+  for (unsigned i = 0; i < slots.size(); ++i) {
+    ZIPAGE_RETURN_IF_ERROR(CheckFinite(*at, kept[i]));
+    (*finished)[i] = {slots[i], kept[i]};
+  }
+  return absl::OkStatus();
+}
+
 absl::Status Read(schema::StepResult::Reader r, Field* at, StepResult* m) {
   m->rank = r.getRank();
   m->step = r.getStep();
@@ -147,10 +171,9 @@ absl::Status Read(schema::StepResult::Reader r, Field* at, StepResult* m) {
   ZIPAGE_RETURN_IF_ERROR(ReadLogprobs(r, at, &m->sampled));
   *at = "StepResult.corruptedSlots";
   m->corrupted = Vector<SequenceSlot>(r.getCorruptedSlots());
-  *at = "StepResult.finishedCompressions";
-  m->finished_compressions = Vector<SequenceSlot>(r.getFinishedCompressions());
   m->device_micros = r.getDeviceMicros();
-  return absl::OkStatus();
+  m->compression_micros = r.getCompressionMicros();
+  return ReadFinishedCompressions(r, at, &m->finished_compressions);
 }
 
 absl::Status Read(schema::WorkerError::Reader r, Field* at, WorkerError* m) {
@@ -210,6 +233,7 @@ absl::Status Read(schema::Compression::Reader r, Field* at, Compression* m) {
   m->source_table = Vector<BlockId>(r.getSourceTable());
   *at = "Compression.targetTable";
   m->target_table = Vector<BlockId>(r.getTargetTable());
+  m->num_pinned = r.getNumPinned();
   return absl::OkStatus();
 }
 
@@ -218,9 +242,7 @@ absl::Status Read(schema::Swap::Reader r, Field* at, Swap* m) {
   m->to_host = r.getToHost();
   *at = "Swap.deviceBlocks";
   m->device_blocks = Vector<BlockId>(r.getDeviceBlocks());
-  *at = "Swap.hostBlocks";
-  m->host_blocks = Vector<BlockId>(r.getHostBlocks());
-  return CheckSameSize(*at, m->host_blocks.size(), "deviceBlocks", m->device_blocks.size());
+  return absl::OkStatus();
 }
 
 absl::Status Read(schema::JobStatus::Reader r, Field* at, JobStatus* m) {
@@ -299,7 +321,19 @@ absl::Status Read(schema::StepPlan::Reader r, Field* at, StepPlan* m) {
   *at = "StepPlan.compressions";
   ZIPAGE_RETURN_IF_ERROR(ReadAll(r.getCompressions(), at, &m->compressions));
   *at = "StepPlan.swaps";
-  return ReadAll(r.getSwaps(), at, &m->swaps);
+  ZIPAGE_RETURN_IF_ERROR(ReadAll(r.getSwaps(), at, &m->swaps));
+  *at = "StepPlan.paused";
+  m->paused = Vector<SequenceSlot>(r.getPaused());
+  *at = "StepPlan.resumed";
+  m->resumed = Vector<SequenceSlot>(r.getResumed());
+  *at = "StepPlan.querySlotOwners";
+  auto owners = r.getQuerySlotOwners();
+  *at = "StepPlan.querySlots";
+  auto query_slots = r.getQuerySlots();
+  ZIPAGE_RETURN_IF_ERROR(CheckSameSize(*at, query_slots.size(), "querySlotOwners", owners.size()));
+  m->query_slots.resize(owners.size());
+  for (unsigned i = 0; i < owners.size(); ++i) m->query_slots[i] = {owners[i], query_slots[i]};
+  return absl::OkStatus();
 }
 
 absl::Status Read(schema::SubmitJob::Reader r, Field* at, SubmitJob* m) {
@@ -339,6 +373,19 @@ absl::Status Read(schema::EngineStatus::Reader r, Field* at, EngineStatus* m) {
   m->device_seconds = r.getDeviceSeconds();
   ZIPAGE_RETURN_IF_ERROR(CheckFinite("EngineStatus.uptime", m->uptime));
   ZIPAGE_RETURN_IF_ERROR(CheckFinite("EngineStatus.deviceSeconds", m->device_seconds));
+  m->num_query_slots = r.getNumQuerySlots();
+  m->num_used_query_slots = r.getNumUsedQuerySlots();
+  m->num_swapped = r.getNumSwapped();
+  m->num_swaps_out = r.getNumSwapsOut();
+  m->num_compressions = r.getNumCompressions();
+  m->compression_seconds = r.getCompressionSeconds();
+  ZIPAGE_RETURN_IF_ERROR(CheckFinite("EngineStatus.compressionSeconds", m->compression_seconds));
+  *at = "EngineStatus.runningHistory";
+  ZIPAGE_RETURN_IF_ERROR(ReadFinite(r.getRunningHistory(), *at, &m->running_history));
+  *at = "EngineStatus.blockHistory";
+  ZIPAGE_RETURN_IF_ERROR(ReadFinite(r.getBlockHistory(), *at, &m->block_history));
+  m->history_seconds = r.getHistorySeconds();
+  ZIPAGE_RETURN_IF_ERROR(CheckFinite("EngineStatus.historySeconds", m->history_seconds));
   *at = "EngineStatus.workers";
   ZIPAGE_RETURN_IF_ERROR(ReadAll(r.getWorkers(), at, &m->workers));
   *at = "EngineStatus.jobs";
@@ -369,7 +416,8 @@ absl::Status Read(schema::WorkerMessage::Reader r, Field* at, WorkerMessage* m) 
 absl::Status Read(schema::SchedulerMessage::Reader r, Field* at, SchedulerMessage* m) {
   switch (r.which()) {
     case schema::SchedulerMessage::START:
-      m->emplace<Start>().num_kv_blocks = r.getStart().getNumKvBlocks();
+      m->emplace<Start>() = {.num_kv_blocks = r.getStart().getNumKvBlocks(),
+                             .num_query_slots = r.getStart().getNumQuerySlots()};
       return absl::OkStatus();
     case schema::SchedulerMessage::PLAN:
       return Read(r.getPlan(), at, &m->emplace<StepPlan>());

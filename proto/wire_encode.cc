@@ -52,6 +52,8 @@ void Write(const Ready& m, schema::Ready::Builder b) {
   b.setComputeDtype(Text(m.compute_dtype));
   b.setMaxPositions(m.max_positions);
   b.setVocabSize(m.vocab_size);
+  b.setNumQuerySlots(m.num_query_slots);
+  b.setNumHostBlocks(m.num_host_blocks);
 }
 
 void Write(const Heartbeat& m, schema::Heartbeat::Builder b) {
@@ -81,8 +83,12 @@ void Write(const StepResult& m, schema::StepResult::Builder b) {
     PutMember(entries, &TokenLogprob::logprob, ZIPAGE_INIT(b, LogprobValues));
   }
   Put(m.corrupted, ZIPAGE_INIT(b, CorruptedSlots));
-  Put(m.finished_compressions, ZIPAGE_INIT(b, FinishedCompressions));
+  PutMember(m.finished_compressions, &FinishedCompression::sequence_slot,
+            ZIPAGE_INIT(b, FinishedCompressions));
+  PutMember(m.finished_compressions, &FinishedCompression::prompt_tokens_kept,
+            ZIPAGE_INIT(b, PromptTokensKept));
   b.setDeviceMicros(m.device_micros);
+  b.setCompressionMicros(m.compression_micros);
 }
 
 void Write(const WorkerError& m, schema::WorkerError::Builder b) {
@@ -121,13 +127,13 @@ void Write(const Compression& m, schema::Compression::Builder b) {
   b.setSequenceSlot(m.sequence_slot);
   Put(m.source_table, ZIPAGE_INIT(b, SourceTable));
   Put(m.target_table, ZIPAGE_INIT(b, TargetTable));
+  b.setNumPinned(m.num_pinned);
 }
 
 void Write(const Swap& m, schema::Swap::Builder b) {
   b.setSequenceSlot(m.sequence_slot);
   b.setToHost(m.to_host);
   Put(m.device_blocks, ZIPAGE_INIT(b, DeviceBlocks));
-  Put(m.host_blocks, ZIPAGE_INIT(b, HostBlocks));
 }
 
 void Write(const JobStatus& m, schema::JobStatus::Builder b) {
@@ -176,6 +182,10 @@ void Write(const StepPlan& m, schema::StepPlan::Builder b) {
   b.setNumDecoding(m.num_decoding);
   WriteAll(m.compressions, ZIPAGE_INIT(b, Compressions));
   WriteAll(m.swaps, ZIPAGE_INIT(b, Swaps));
+  Put(m.paused, ZIPAGE_INIT(b, Paused));
+  Put(m.resumed, ZIPAGE_INIT(b, Resumed));
+  PutMember(m.query_slots, &QuerySlotGrant::sequence_slot, ZIPAGE_INIT(b, QuerySlotOwners));
+  PutMember(m.query_slots, &QuerySlotGrant::query_slot, ZIPAGE_INIT(b, QuerySlots));
 }
 
 void Write(const SubmitJob& m, schema::SubmitJob::Builder b) {
@@ -207,6 +217,15 @@ void Write(const EngineStatus& m, schema::EngineStatus::Builder b) {
   b.setRecomputedTokens(m.recomputed_tokens);
   b.setOutputTokens(m.output_tokens);
   b.setDeviceSeconds(m.device_seconds);
+  b.setNumQuerySlots(m.num_query_slots);
+  b.setNumUsedQuerySlots(m.num_used_query_slots);
+  b.setNumSwapped(m.num_swapped);
+  b.setNumSwapsOut(m.num_swaps_out);
+  b.setNumCompressions(m.num_compressions);
+  b.setCompressionSeconds(m.compression_seconds);
+  Put(m.running_history, ZIPAGE_INIT(b, RunningHistory));
+  Put(m.block_history, ZIPAGE_INIT(b, BlockHistory));
+  b.setHistorySeconds(m.history_seconds);
   WriteAll(m.workers, ZIPAGE_INIT(b, Workers));
   WriteAll(m.jobs, ZIPAGE_INIT(b, Jobs));
 }
@@ -228,7 +247,11 @@ void Write(const WorkerMessage& message, schema::WorkerMessage::Builder b) {
 void Write(const SchedulerMessage& message, schema::SchedulerMessage::Builder b) {
   struct Visitor {
     schema::SchedulerMessage::Builder b;
-    void operator()(const Start& m) { b.initStart().setNumKvBlocks(m.num_kv_blocks); }
+    void operator()(const Start& m) {
+      auto start = b.initStart();
+      start.setNumKvBlocks(m.num_kv_blocks);
+      start.setNumQuerySlots(m.num_query_slots);
+    }
     void operator()(const StepPlan& m) { Write(m, b.initPlan()); }
     void operator()(const Shutdown&) { b.setShutdown(); }
   };

@@ -33,10 +33,12 @@ struct Ready {
   rank @0 :UInt32;
   numKvBlocks @1 :UInt64;  # Blocks that fit on this rank.
   weightBytes @2 :UInt64;
-  kvBlockBytes @3 :UInt64;  # Of one block over all layers, keys and values.
+  kvBlockBytes @3 :UInt64;  # Of one block over all layers: keys, values and stored scores.
   computeDtype @4 :Text;  # "float32" or "bfloat16": what dtype auto became.
   maxPositions @5 :UInt64;  # max_position_embeddings of the model.
   vocabSize @6 :UInt64;  # Rows of the embedding: a token id must be below.
+  numQuerySlots @7 :UInt64;  # Query windows that fit beside the blocks; 0 without compression.
+  numHostBlocks @8 :UInt64;  # Blocks of swapped sequences that host memory takes.
 }
 
 enum WorkerPhase {
@@ -68,6 +70,9 @@ struct StepResult {
   corruptedSlots @8 :List(Int32);  # Slots whose logits were not numbers: they have no token.
   finishedCompressions @9 :List(Int32);  # Sequence slots whose compression is done.
   deviceMicros @10 :UInt64;  # Time from the start of the step to its end on the device.
+  # Of each finished compression: prompt tokens that its slots still hold, mean over layers and KV heads.
+  promptTokensKept @11 :List(Float32);
+  compressionMicros @12 :UInt64;  # Time of finished compressions on the device.
 }
 
 struct WorkerError {
@@ -91,12 +96,13 @@ struct SchedulerMessage {
 struct Start {
   # After every rank is ready: the minimum over ranks of what fits.
   numKvBlocks @0 :UInt64;
+  numQuerySlots @1 :UInt64;
 }
 
 struct StepPlan {
   # A delta: workers keep each sequence's block table, cached length, last token and sampling state.
-  # Applied in this order: releases, new sequences, blocks, swaps, compressions, then chunks and decode
-  # run together as one batch.
+  # Applied in this order: releases, swaps to the host, new sequences, query slots, swaps to the device,
+  # blocks, compressions, pauses, resumptions; then chunks and decode run together as one batch.
   step @0 :UInt64;  # From 1 in each epoch. A gap or a repeat ends the epoch.
   released @1 :List(Int32);  # Sequence slots whose state is dropped.
   newSequences @2 :List(NewSequence);
@@ -104,7 +110,7 @@ struct StepPlan {
   blockSlots @3 :List(Int32);
   blockIds @4 :List(Int32);
   # Chunks of prefill: the next chunkTokens[i] tokens of chunkSlots[i], from position chunkStarts[i],
-  # which must equal the worker's own cached length. chunkSamples[i]: the chunk is the prompt's last;
+  # which must equal the worker's own next position. chunkSamples[i]: the chunk is the prompt's last;
   # a token is sampled, and the slot decodes from the next step on until it is released.
   chunkSlots @5 :List(Int32);
   chunkStarts @6 :List(Int32);
@@ -113,6 +119,12 @@ struct StepPlan {
   numDecoding @9 :UInt32;  # Slots that decode in this step: the worker's own count must agree.
   compressions @10 :List(Compression);
   swaps @11 :List(Swap);
+  paused @12 :List(Int32);  # Sequence slots that sit out from now on: no decode, no chunk.
+  resumed @13 :List(Int32);  # Paused sequence slots that run again.
+  # querySlots[i] goes to querySlotOwners[i]: from now on its queries are kept there, until the sequence
+  # is released or swapped to the host.
+  querySlotOwners @14 :List(Int32);
+  querySlots @15 :List(Int32);
 }
 
 struct NewSequence {
@@ -142,19 +154,27 @@ struct SamplingParams {
 }
 
 struct Compression {
-  # Evict from the blocks of sourceTable, pack what is kept into targetTable (which may name the same
-  # blocks). The slot sits out until the result names it as finished.
-  sequenceSlot @0 :Int32;
-  sourceTable @1 :List(Int32);
+  # Keep the best slots of the full blocks of sourceTable, packed into all blocks of targetTable but the
+  # last, which is empty: it becomes the block table at once. A block may be in both tables. Blocks that
+  # are in the source only may be given to others from the next plan on; a worker that compresses beside
+  # the steps orders those writes. If the slot is paused by this plan or stays so, the compression may run
+  # beside the steps until a result names it as finished; else it is done before the slot runs. The
+  # compressions of a plan have the effect of one after the other.
+  sequenceSlot @0 :Int32;  # Has a query slot.
+  sourceTable @1 :List(Int32);  # The slot's block table so far.
   targetTable @2 :List(Int32);
+  # Leading slots that are kept whatever their score. Blocks wholly among them are the same in both
+  # tables and are not written: others may share them.
+  numPinned @3 :UInt32;
 }
 
 struct Swap {
-  # Copy a sequence's blocks between device and host memory.
+  # To the host: the slot's blocks and query window are copied to host memory, the slot gives up both
+  # and sits out. To the device: they come back, into these blocks and the query slot that the same plan
+  # may give; the slot runs again.
   sequenceSlot @0 :Int32;
   toHost @1 :Bool;
-  deviceBlocks @2 :List(Int32);
-  hostBlocks @3 :List(Int32);
+  deviceBlocks @2 :List(Int32);  # The slot's block table before, or after.
 }
 
 # ---------------------------------------------------------------- clients and scheduler (job socket)
@@ -240,4 +260,15 @@ struct EngineStatus {
   workers @19 :List(WorkerStatus);
   jobs @20 :List(JobStatus);
   jobEndpoint @21 :Text;  # Besides the run directory's socket, with the port taken; empty is none.
+  numQuerySlots @22 :UInt64;
+  numUsedQuerySlots @23 :UInt64;
+  numSwapped @24 :UInt64;  # Sequences whose blocks are in host memory now.
+  numSwapsOut @25 :UInt64;
+  numCompressions @26 :UInt64;
+  compressionSeconds @27 :Float64;
+  # Over the time the engine was busy, in equal parts of historySeconds: mean number of running sequences,
+  # and mean share of blocks in use.
+  runningHistory @28 :List(Float32);
+  blockHistory @29 :List(Float32);
+  historySeconds @30 :Float64;
 }

@@ -2,6 +2,9 @@
 
 #include <glog/logging.h>
 
+#include <algorithm>
+#include <utility>
+
 namespace zipage {
 
 BlockManager::BlockManager(int64_t num_blocks, int block_size, BlockHash hash)
@@ -64,6 +67,7 @@ BlockId BlockManager::Allocate() {
 
 void BlockManager::Publish(std::span<const TokenId> tokens, int64_t num_tokens, uint64_t salt,
                            BlockTable* table) {
+  if (table->packed) return;
   CHECK_LE(num_tokens, static_cast<int64_t>(tokens.size()));
   CHECK_LE(num_tokens, static_cast<int64_t>(table->blocks.size()) * block_size_);
   while ((table->num_published + 1) * block_size_ <= num_tokens) {
@@ -76,17 +80,64 @@ void BlockManager::Publish(std::span<const TokenId> tokens, int64_t num_tokens, 
 
 void BlockManager::Release(BlockTable* table) {
   // Last first: a child's block becomes idle before its parent's, and is reclaimed before it.
-  for (auto it = table->blocks.rbegin(); it != table->blocks.rend(); ++it) {
-    const BlockId block = *it;
-    CHECK_GT(ref_counts_[block], 0) << "block " << block << " released twice";
-    if (--ref_counts_[block] > 0) continue;
-    if (!cache_.Holds(block) || !cache_.KeepIdle(block)) free_.push_back(block);
-  }
+  for (auto it = table->blocks.rbegin(); it != table->blocks.rend(); ++it) DropReference(*it);
   *table = BlockTable();
+}
+
+void BlockManager::DropReference(BlockId block) {
+  CHECK_GT(ref_counts_[block], 0) << "block " << block << " released twice";
+  if (--ref_counts_[block] > 0) return;
+  if (!cache_.Holds(block) || !cache_.KeepIdle(block)) free_.push_back(block);
+}
+
+void BlockManager::Retire() {
+  for (const BlockId block : retiring_) DropReference(block);
+  retiring_.clear();
+}
+
+int64_t BlockManager::NumTakenByPack(const BlockTable& table, int64_t num_pinned,
+                                     int64_t num_blocks) const {
+  return std::count_if(table.blocks.begin() + num_pinned, table.blocks.begin() + num_blocks,
+                       [this](BlockId block) { return ref_counts_[block] > 1; });
+}
+
+void BlockManager::Pack(int64_t num_pinned, int64_t num_blocks, BlockTable* table) {
+  const std::vector<BlockId>& source = table->blocks;
+  CHECK(num_pinned <= num_blocks && num_blocks <= static_cast<int64_t>(source.size()));
+  CHECK_LE(NumTakenByPack(*table, num_pinned, num_blocks), num_available());
+  // All new blocks are taken before any is given back, so that none of them is a source.
+  std::vector<BlockId> target(source.begin(), source.begin() + num_blocks);
+  std::vector<int64_t> cached;  // Indices of blocks that the prefix cache alone needs.
+  for (int64_t i = num_pinned; i < num_blocks; ++i) {
+    if (ref_counts_[source[i]] > 1) {
+      target[i] = Allocate();
+    } else if (cache_.Holds(source[i])) {
+      cached.push_back(i);
+    }
+  }
+  auto next = cached.begin();
+  for (; next != cached.end() && num_available() > 0; ++next) target[*next] = Allocate();
+  if (next != cached.end()) {
+    // No block is idle now, so nobody but later blocks of this table can hold a child of theirs.
+    for (auto i = static_cast<int64_t>(source.size()); i-- > *next;) {
+      if (ref_counts_[source[i]] == 1 && cache_.Holds(source[i])) cache_.Forget(source[i]);
+    }
+  }
+  for (auto i = static_cast<int64_t>(source.size()); i-- > num_pinned;) {
+    if (i >= num_blocks || target[i] != source[i]) retiring_.push_back(source[i]);
+  }
+  table->blocks = std::move(target);
+  table->num_published = std::min(table->num_published, num_pinned);
+  table->content.reset();
+  if (table->num_published > 0) {
+    table->content = cache_.ContentOf(table->blocks[table->num_published - 1]);
+  }
+  table->packed = true;
 }
 
 void BlockManager::CheckInvariants(std::span<const BlockTable* const> tables) const {
   cache_.CheckInvariants();
+  CHECK(retiring_.empty());
   std::vector<int32_t> num_tables(ref_counts_.size());
   for (const BlockTable* table : tables) {
     CHECK_LE(table->num_published, static_cast<int64_t>(table->blocks.size()));

@@ -4,7 +4,8 @@
 // call it after every step):
 //   1. a block is in exactly one of {free, cached, used};
 //   2. its reference count is the number of block tables that name it;
-//   3. a block that several tables name is full once the steps planned so far are done.
+//   3. a block that several tables name is full once the steps planned so far are done, and nothing
+//      writes to it any more.
 // A table is a value: whoever holds one hands it to Append, Publish and Release, and to nothing
 // else.
 
@@ -23,6 +24,7 @@ struct BlockTable {
   std::vector<BlockId> blocks;
   int64_t num_published = 0;         // Leading full blocks whose content the prefix cache knows.
   std::optional<ContentId> content;  // Of the last of them.
+  bool packed = false;               // Compressed: what follows them is never published.
 };
 
 // Leading blocks of a token sequence that exist already. Valid until the block manager changes.
@@ -41,6 +43,8 @@ class BlockManager {
   int64_t num_free() const { return static_cast<int64_t>(free_.size()); }
   int64_t num_cached() const { return cache_.num_idle(); }
   int64_t num_used() const { return num_blocks() - num_available(); }
+  // Used blocks that Retire may make available.
+  int64_t num_retiring() const { return static_cast<int64_t>(retiring_.size()); }
   // Blocks that can be handed out: free ones, then cached ones, least recently used first.
   int64_t num_available() const { return num_free() + num_cached(); }
   // Blocks that hold `num_tokens` positions.
@@ -62,22 +66,39 @@ class BlockManager {
   BlockId Append(BlockTable* table);
 
   // Lets later matches find the table's full blocks among its first `num_tokens` positions, which
-  // hold `tokens[0..num_tokens)`, written by a step that is planned already.
+  // hold `tokens[0..num_tokens)`, written by a step that is planned already. Nothing for a packed
+  // table.
   void Publish(std::span<const TokenId> tokens, int64_t num_tokens, uint64_t salt,
                BlockTable* table);
+
+  // How many available blocks Pack takes at least: blocks of the new table that others name too.
+  int64_t NumTakenByPack(const BlockTable& table, int64_t num_pinned, int64_t num_blocks) const;
+  // Makes the table one of `num_blocks` blocks that a compression may write, but for the leading
+  // `num_pinned`, which stay as they are: blocks that only this table needs keep their place, for
+  // those that others or the prefix cache need there are new ones. What it named before and names
+  // no more stays used until Retire: the compression still reads it. A block that only the prefix
+  // cache needs is forgotten there if no block is available. REQUIRES: num_pinned <= num_blocks <=
+  // blocks of the table, NumTakenByPack() <= num_available().
+  void Pack(int64_t num_pinned, int64_t num_blocks, BlockTable* table);
+
+  // Drops the references that Pack left. To be called between plans: blocks that a plan's
+  // compressions read are given to nobody in that plan.
+  void Retire();
 
   // Drops one reference of each block and empties the table. REQUIRES: every block is used.
   void Release(BlockTable* table);
 
-  // `tables`: every table there is. O(blocks + tables).
+  // `tables`: every table there is. O(blocks + tables). REQUIRES: nothing retires.
   void CheckInvariants(std::span<const BlockTable* const> tables) const;
 
  private:
   BlockId Allocate();
+  void DropReference(BlockId block);
 
   int block_size_;
   std::vector<int32_t> ref_counts_;
   std::vector<BlockId> free_;
+  std::vector<BlockId> retiring_;  // One entry for each reference.
   PrefixCache cache_;
 };
 

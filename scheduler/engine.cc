@@ -85,8 +85,8 @@ absl::Status Engine::HandleWorkers() {
   return absl::OkStatus();
 }
 
-absl::Status Engine::StartServing() {
-  const Config& config = parts_.config;
+absl::StatusOr<SchedulerOptions> Engine::MakeSchedulerOptions() const {
+  const Config config = ResolveCompression(parts_.config);
   const WorkerGroup::Capacity& capacity = workers_.capacity();
   const auto max_positions = static_cast<int64_t>(capacity.max_positions);
   SchedulerOptions options;
@@ -102,6 +102,23 @@ absl::Status Engine::StartServing() {
                         "output need at least 2, so give another model",
                         max_positions));
   }
+  if (config.compression_policy == "none") return options;
+  options.compression = {.max_cache_blocks = config.max_cache_blocks_per_seq,
+                         .window = config.query_cache_len,
+                         .pin_prompt = config.pin_prompt == "on",
+                         .compress_prefill = config.compress_prefill,
+                         .async = config.enable_async_compress};
+  options.num_query_slots = static_cast<int64_t>(capacity.num_query_slots);
+  options.num_host_blocks = static_cast<int64_t>(capacity.num_host_blocks);
+  options.enable_hybrid = config.enable_hybrid_engine;
+  options.adaptive_budget = config.adaptive_kv_budget;
+  return options;
+}
+
+absl::Status Engine::StartServing() {
+  const Config& config = parts_.config;
+  const WorkerGroup::Capacity& capacity = workers_.capacity();
+  ZIPAGE_ASSIGN_OR_RETURN(const SchedulerOptions options, MakeSchedulerOptions());
   scheduler_ = std::make_unique<Scheduler>(options);
 
   RequestBuilder::Options build;
@@ -112,6 +129,14 @@ absl::Status Engine::StartServing() {
   build.eos_token_ids = parts_.tokenizer.eos_token_ids();
   build.engine_seed = static_cast<uint64_t>(config.seed);
   build.defaults = parts_.generation_defaults;
+  build.compresses = options.compression.max_cache_blocks > 0;
+  build.block_size = config.kvcache_block_size;
+  build.num_blocks = options.num_blocks;
+  build.num_always_kept =
+      config.query_cache_len + (config.use_attention_sink ? config.sink_len : 0);
+  build.repetition_penalty = static_cast<float>(config.repetition_penalty);
+  build.repetition_ngram_size = config.repetition_ngram_size;
+  build.repetition_ngram_count = config.repetition_ngram_count;
   builder_ =
       std::make_unique<RequestBuilder>(&parts_.tokenizer, parts_.templates, std::move(build));
   LOG(INFO) << absl::StrFormat(
@@ -123,6 +148,11 @@ absl::Status Engine::StartServing() {
 absl::Status Engine::ApplyResults() {
   for (StepResult& result : workers_.TakeResults()) {
     device_seconds_ += static_cast<double>(result.device_micros) * 1e-6;
+    compression_seconds_ += static_cast<double>(result.compression_micros) * 1e-6;
+    const SchedulerStats stats = scheduler_->stats();
+    history_.Add(
+        result.device_micros, static_cast<double>(stats.num_running),
+        static_cast<double>(stats.num_used_blocks) / static_cast<double>(stats.num_blocks));
     ZIPAGE_ASSIGN_OR_RETURN(const std::vector<TokenEvent> events,
                             scheduler_->Apply(std::move(result)));
     for (const TokenEvent& event : events) {
@@ -224,7 +254,8 @@ absl::Status Engine::Accept(const std::shared_ptr<Job>& job, ParseResult parsed)
     return job->AnswerFailure(FormatRefusal(*error, RequestName(id)));
   }
   auto& accepted = std::get<BuiltRequest>(built);
-  absl::Status fits = scheduler_->CheckFits(static_cast<int64_t>(accepted.prompt_token_ids.size()));
+  absl::Status fits = scheduler_->CheckFits(static_cast<int64_t>(accepted.prompt_token_ids.size()),
+                                            accepted.options);
   if (!fits.ok()) {
     RequestError error;
     error.line = accepted.line;
@@ -234,7 +265,7 @@ absl::Status Engine::Accept(const std::shared_ptr<Job>& job, ParseResult parsed)
     return job->AnswerFailure(FormatRefusal(error, RequestName(id)));
   }
   auto queued = std::make_unique<Request>(id, job->id(), accepted.prompt_token_ids,
-                                          accepted.sampling, accepted.n);
+                                          accepted.sampling, accepted.n, accepted.options);
   accepted.prompt_token_ids = {};  // The request holds them from here on.
   open_requests_.emplace(
       id, OpenRequest{job, Response(std::move(accepted), &parts_.tokenizer), queued.get()});
@@ -353,6 +384,10 @@ EngineStatus Engine::Status() const {
   status.step = last_step_;
   status.block_size = static_cast<uint32_t>(parts_.config.kvcache_block_size);
   status.device_seconds = device_seconds_;
+  status.compression_seconds = compression_seconds_;
+  status.running_history = history_.running();
+  status.block_history = history_.block_share();
+  status.history_seconds = history_.part_seconds();
   if (scheduler_ != nullptr) {
     const SchedulerStats stats = scheduler_->stats();
     status.num_blocks = static_cast<uint64_t>(stats.num_blocks);
@@ -367,6 +402,11 @@ EngineStatus Engine::Status() const {
     status.cached_tokens = static_cast<uint64_t>(stats.cached_tokens);
     status.recomputed_tokens = static_cast<uint64_t>(stats.recomputed_tokens);
     status.output_tokens = static_cast<uint64_t>(stats.output_tokens);
+    status.num_query_slots = static_cast<uint64_t>(stats.num_query_slots);
+    status.num_used_query_slots = static_cast<uint64_t>(stats.num_used_query_slots);
+    status.num_swapped = static_cast<uint64_t>(stats.num_swapped);
+    status.num_swaps_out = static_cast<uint64_t>(stats.num_swaps_out);
+    status.num_compressions = static_cast<uint64_t>(stats.num_compressions);
   }
   status.workers = workers_.Status(now);
   absl::flat_hash_map<uint64_t, uint64_t> running;  // Requests by job.

@@ -23,6 +23,7 @@
 #include "scheduler/response.h"
 #include "scheduler/scheduler.h"
 #include "scheduler/text/tokenizer.h"
+#include "scheduler/usage_history.h"
 #include "scheduler/worker_group.h"
 
 namespace zipage {
@@ -62,6 +63,7 @@ class Engine {
 
   absl::Status HandleWorkers();
   absl::Status StartServing();
+  absl::StatusOr<SchedulerOptions> MakeSchedulerOptions() const;
   absl::Status ApplyResults();
   absl::Status PlanSteps();
   void AnswerFinished();
@@ -100,6 +102,8 @@ class Engine {
   uint64_t next_request_id_ = 1;
   uint64_t last_step_ = 0;
   double device_seconds_ = 0;
+  double compression_seconds_ = 0;
+  UsageHistory history_;
 };
 
 }  // namespace zipage

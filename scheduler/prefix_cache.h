@@ -8,7 +8,7 @@
 // comparison and never gives a wrong block. Invariants (CheckInvariants):
 //   1. a content lives exactly as long as a block holds it, and at most one of its blocks is idle;
 //   2. a content's parent lives; idle blocks are ordered so that a child's comes before its
-//   parent's.
+//      parent's, unless a block in use holds the parent too.
 //      This holds because tables hold whole chains from the root, and release them last block
 //      first.
 
@@ -48,6 +48,8 @@ class PrefixCache {
                  BlockId block);
   bool Holds(BlockId block) const { return blocks_[block].content.has_value(); }
   bool IsIdle(BlockId block) const { return blocks_[block].idle.has_value(); }
+  // REQUIRES: Holds(block).
+  ContentId ContentOf(BlockId block) const { return *blocks_[block].content; }
 
   // The block got its first user. REQUIRES: IsIdle(block).
   void Use(BlockId block);
@@ -56,6 +58,9 @@ class PrefixCache {
   bool KeepIdle(BlockId block);
   // Forgets the least recently used idle block and returns it. REQUIRES: num_idle() > 0.
   BlockId Reclaim();
+  // The block, which is in use, no longer holds its content; the last one to do so ends the
+  // content. REQUIRES: another block holds the content, or no block holds a child of it.
+  void Forget(BlockId block);
 
   int64_t num_idle() const { return static_cast<int64_t>(idle_.size()); }
 
@@ -81,9 +86,6 @@ class PrefixCache {
                   std::span<const TokenId> tokens) const;
   std::optional<ContentId> FindHashed(uint64_t hash, std::optional<ContentId> parent, uint64_t salt,
                                       std::span<const TokenId> tokens) const;
-  // The block no longer holds its content; the last one to do so ends the content.
-  void Forget(BlockId block);
-
   BlockHash hash_;
   std::vector<Content> contents_;
   std::vector<ContentId> free_contents_;

@@ -14,6 +14,8 @@ std::string_view FinishReasonName(FinishReason reason) {
       return "stop";
     case FinishReason::kLength:
       return "length";
+    case FinishReason::kRepetition:
+      return "repetition";
     case FinishReason::kCancelled:
       return "cancelled";
     case FinishReason::kCorrupted:
@@ -23,8 +25,8 @@ std::string_view FinishReasonName(FinishReason reason) {
 }
 
 Request::Request(uint64_t id, uint64_t job_id, const std::vector<TokenId>& prompt,
-                 SamplingParams sampling, int n)
-    : id(id), job_id(job_id), sampling(std::move(sampling)), sequences(n) {
+                 SamplingParams sampling, int n, const RequestOptions& options)
+    : id(id), job_id(job_id), sampling(std::move(sampling)), options(options), sequences(n) {
   CHECK_GE(n, 1);
   CHECK(!prompt.empty());
   for (int i = 0; i < n; ++i) {

@@ -4,6 +4,24 @@
 #include <utility>
 
 namespace zipage {
+namespace {
+
+// Over the sequences of which a compression was reported; empty if there is none.
+std::optional<KvTokensKept> MeanKept(const Request& request) {
+  KvTokensKept sum;
+  int num_compressed = 0;
+  for (const Sequence& sequence : request.sequences) {
+    if (sequence.kept_slots == 0) continue;
+    ++num_compressed;
+    const auto prompt = static_cast<double>(sequence.prompt_tokens_kept);
+    sum.prompt += prompt;
+    sum.output += static_cast<double>(sequence.kept_slots) - prompt;
+  }
+  if (num_compressed == 0) return std::nullopt;
+  return KvTokensKept{sum.prompt / num_compressed, sum.output / num_compressed};
+}
+
+}  // namespace
 
 Response::Response(BuiltRequest request, const Tokenizer* tokenizer)
     : request_(std::move(request)),
@@ -19,7 +37,7 @@ Response::Response(BuiltRequest request, const Tokenizer* tokenizer)
   }
 }
 
-bool Response::Take(StopMatcher::Result result, Sample* sample) {
+bool Response::Take(const StopMatcher::Result& result, Sample* sample) {
   sample->text += result.text;
   sample->stop = result.stop;
   return sample->stop.has_value();
@@ -91,10 +109,10 @@ std::string Response::FormatSuccess(const Request& request, const std::string& r
   for (const Sequence& sequence : request.sequences) {
     result.choices.push_back(MakeChoice(sequence));
     result.usage.completion_tokens += static_cast<int64_t>(sequence.output().size());
-    // The last token's keys and values are never computed.
-    result.usage.kv_tokens_peak =
-        std::max(result.usage.kv_tokens_peak, static_cast<int64_t>(sequence.tokens.size()) - 1);
+    result.usage.kv_tokens_peak = std::max(result.usage.kv_tokens_peak, sequence.peak_slots);
+    result.usage.compressions += sequence.num_compressions;
   }
+  result.usage.kv_tokens_kept = MeanKept(request);
   return FormatResult(result);
 }
 

@@ -44,7 +44,7 @@ class Response {
   };
 
   // Appends what `result` found; true if it is the end.
-  static bool Take(StopMatcher::Result result, Sample* sample);
+  static bool Take(const StopMatcher::Result& result, Sample* sample);
 
   TokenTextLogprobs WithText(const std::vector<TokenLogprob>& logprobs) const;
   CompletionChoice MakeChoice(const Sequence& sequence);

@@ -12,15 +12,29 @@ namespace zipage {
 
 Scheduler::Scheduler(const SchedulerOptions& options)
     : options_(options),
+      compression_(options.compression, options.block_size),
       blocks_(options.num_blocks, options.block_size, options.block_hash),
       sample_of_slot_(options.max_num_seqs) {
   CHECK_GE(options.max_num_seqs, 1);
   CHECK_GE(options.max_num_batched_tokens, options.max_num_seqs) << "every sequence must decode";
   CHECK_GE(options.max_model_len, 2);
-  for (SequenceSlot slot = options.max_num_seqs; slot-- > 0;) free_slots_.push_back(slot);
+  if (compression_.enabled()) {
+    CHECK_GE(options.num_query_slots, 1);
+    CHECK(options.compression.window >= 1 && options.compression.window <= options.block_size);
+  }
+  ResetSlots();
 }
 
-absl::Status Scheduler::CheckFits(int64_t num_prompt_tokens) const {
+void Scheduler::ResetSlots() {
+  free_slots_.clear();
+  for (SequenceSlot slot = options_.max_num_seqs; slot-- > 0;) free_slots_.push_back(slot);
+  free_query_slots_.clear();
+  for (auto slot = static_cast<QuerySlot>(options_.num_query_slots); slot-- > 0;) {
+    free_query_slots_.push_back(slot);
+  }
+}
+
+absl::Status Scheduler::CheckFits(int64_t num_prompt_tokens, const RequestOptions& options) const {
   if (num_prompt_tokens < 1) {
     return absl::InvalidArgumentError("the prompt has no tokens; give at least one");
   }
@@ -31,6 +45,10 @@ absl::Status Scheduler::CheckFits(int64_t num_prompt_tokens) const {
         num_prompt_tokens, options_.max_model_len));
   }
   const int64_t num_positions = blocks_.num_blocks() * blocks_.block_size();
+  if (compression_.enabled() &&
+      compression_.FirstPoint(num_prompt_tokens, options) <= num_positions) {
+    return absl::OkStatus();
+  }
   if (num_prompt_tokens + 1 > num_positions) {
     return absl::InvalidArgumentError(absl::StrFormat(
         "the prompt has %d tokens, and with one output token is longer than the KV cache of %d "
@@ -42,18 +60,25 @@ absl::Status Scheduler::CheckFits(int64_t num_prompt_tokens) const {
 }
 
 void Scheduler::SetMaxLength(Sequence* sequence) const {
-  sequence->max_length =
-      std::min({sequence->num_prompt_tokens + sequence->request->sampling.max_tokens,
-                options_.max_model_len, blocks_.num_blocks() * blocks_.block_size()});
+  const int64_t num_positions = blocks_.num_blocks() * blocks_.block_size();
+  sequence->max_length = std::min(
+      sequence->num_prompt_tokens + sequence->request->sampling.max_tokens, options_.max_model_len);
+  if (!compression_.enabled() || compression_.FirstPoint(*sequence) > num_positions) {
+    sequence->max_length = std::min(sequence->max_length, num_positions);
+  }
 }
 
 void Scheduler::Submit(std::unique_ptr<Request> request) {
-  CHECK(CheckFits(static_cast<int64_t>(request->prompt().size())).ok());
+  CHECK(CheckFits(static_cast<int64_t>(request->prompt().size()), request->options).ok());
   CHECK_GE(request->sampling.max_tokens, 1);
   for (Sequence& sequence : request->sequences) {
     sequence.arrival = ++num_submitted_;
     sequence.cache_salt = options_.enable_prefix_cache ? 0 : request->id;
     SetMaxLength(&sequence);
+    if (request->options.repetition_ngram_size > 0) {
+      sequence.guard.emplace(request->options.repetition_ngram_size,
+                             request->options.repetition_ngram_count);
+    }
     admission_.Enqueue(&sequence);
   }
   const uint64_t id = request->id;
@@ -66,19 +91,23 @@ std::optional<StepPlan> Scheduler::Schedule() {
   samples.reserve(running_.size());
 
   ReleaseFullyPlanned();
-  const bool preempted = PlanDecode(&plan, &samples);
+  Grant(&plan);
+  const bool preempted = PlanRunning(&plan, &samples);
   int64_t token_budget = options_.max_num_batched_tokens - static_cast<int64_t>(plan.num_decoding);
   for (Sequence* sequence : running_) {
     if (token_budget == 0) break;
-    if (sequence->state == SequenceState::kPrefilling) {
+    if (sequence->state == SequenceState::kPrefilling && sequence->hold == Hold::kNone) {
       PlanChunk(sequence, &token_budget, &plan, &samples);
     }
   }
   // Who is admitted into the blocks of a victim is likely the next one.
   if (!preempted) AdmitWaiting(&token_budget, &plan, &samples);
-
-  if (plan.num_decoding == 0 && plan.chunks.empty() && released_.empty()) return std::nullopt;
+  blocks_.Retire();
   plan.released = std::exchange(released_, {});
+  if (plan == StepPlan()) {
+    // Without a step the worker has no result to name a finished compression in.
+    if (open_compressions_.empty() || !in_flight_.empty()) return std::nullopt;
+  }
   plan.step = ++step_;
   in_flight_.push_back({plan.step, std::move(samples)});
   counts_.peak_running = std::max(counts_.peak_running, static_cast<int64_t>(running_.size()));
@@ -97,28 +126,136 @@ void Scheduler::ReleaseFullyPlanned() {
   });
 }
 
-bool Scheduler::PlanDecode(StepPlan* plan, std::vector<Sample>* samples) {
+// ---------------------------------------------------------------- running sequences
+
+void Scheduler::Grant(StepPlan* plan) {
+  num_reserved_blocks_ = 0;
+  all_guaranteed_ = compression_.enabled();
+  if (!compression_.enabled()) return;
+  num_owed_blocks_ = 0;
+  int64_t num_excessive = 0;
+  int64_t excessive_blocks = 0;
+  for (Sequence* sequence : running_) {
+    const bool needs_slot = compression_.MayCompress(*sequence);
+    if (needs_slot && !sequence->query_slot.has_value() && !free_query_slots_.empty()) {
+      GrantQuerySlot(sequence, plan);
+    }
+    const int64_t max_blocks = compression_.MaxBlocks(*sequence);
+    const auto num_blocks = static_cast<int64_t>(sequence->block_table.blocks.size());
+    // In order of admission without a gap, so that an old sequence with a large budget gets its
+    // turn.
+    all_guaranteed_ = all_guaranteed_ && (!needs_slot || sequence->query_slot.has_value()) &&
+                      num_reserved_blocks_ + max_blocks <= blocks_.num_blocks();
+    sequence->guaranteed = all_guaranteed_;
+    if (all_guaranteed_) {
+      num_reserved_blocks_ += max_blocks;
+      num_owed_blocks_ += std::max<int64_t>(0, max_blocks - num_blocks);
+    }
+    if (num_blocks > max_blocks) {
+      ++num_excessive;
+      excessive_blocks += num_blocks;
+    }
+  }
+  mean_excessive_blocks_ = num_excessive == 0 ? 0 : excessive_blocks / num_excessive;
+}
+
+void Scheduler::GrantQuerySlot(Sequence* sequence, StepPlan* plan) {
+  sequence->query_slot = free_query_slots_.back();
+  free_query_slots_.pop_back();
+  plan->query_slots.push_back({*sequence->sequence_slot, *sequence->query_slot});
+}
+
+bool Scheduler::PlanRunning(StepPlan* plan, std::vector<Sample>* samples) {
   bool preempted = false;
+  // Victims of a preemption are newer than the sequence it is for, so none of them is in the plan.
   for (size_t i = 0; i < running_.size(); ++i) {
     Sequence* sequence = running_[i];
-    if (sequence->state != SequenceState::kDecoding) continue;
-    const int64_t num_positions =
-        static_cast<int64_t>(sequence->block_table.blocks.size()) * blocks_.block_size();
-    if (sequence->num_computed == num_positions) {
-      // Victims are newer than this one, so none of them is in this plan yet.
-      while (blocks_.num_available() == 0 && sequence->state == SequenceState::kDecoding) {
-        Preempt(Admission::Victim(running_));
-        preempted = true;
-      }
-      if (sequence->state != SequenceState::kDecoding) break;  // It was the newest.
-      plan->appended_blocks.push_back(
-          {*sequence->sequence_slot, blocks_.Append(&sequence->block_table)});
-    }
-    ++sequence->num_computed;
-    ++plan->num_decoding;
-    PlanSample(sequence, samples);
+    if (!MakeReady(sequence, plan, &preempted)) continue;
+    if (sequence->state == SequenceState::kDecoding) PlanDecode(sequence, plan, samples);
   }
   return preempted;
+}
+
+bool Scheduler::MakeReady(Sequence* sequence, StepPlan* plan, bool* preempted) {
+  if (sequence->hold == Hold::kCompressing) return false;
+  if (sequence->hold == Hold::kSuspended && !sequence->query_slot.has_value()) return false;
+  if (std::exchange(sequence->hold, Hold::kNone) != Hold::kNone) {
+    plan->resumed.push_back(*sequence->sequence_slot);
+  }
+  if (compression_.IsDue(*sequence) && MustCompress(*sequence)) {
+    return Compress(sequence, plan, preempted) && sequence->hold == Hold::kNone;
+  }
+  if (sequence->state == SequenceState::kPrefilling) return true;  // It has blocks for its tokens.
+  if (!sequence->query_slot.has_value() && !compression_.RunsWithoutQuerySlot(*sequence)) {
+    Pause(sequence, Hold::kSuspended, plan);
+    ++counts_.num_suspensions;
+    return false;
+  }
+  const int64_t num_slots =
+      static_cast<int64_t>(sequence->block_table.blocks.size()) * blocks_.block_size();
+  if (sequence->num_slots < num_slots) return true;
+  while (blocks_.num_available() == 0) {
+    if (!MakeRoom(sequence, plan, preempted)) return false;
+  }
+  plan->appended_blocks.push_back(
+      {*sequence->sequence_slot, blocks_.Append(&sequence->block_table)});
+  CHECK(!compression_.enabled() || options_.adaptive_budget ||
+        static_cast<int64_t>(sequence->block_table.blocks.size()) <=
+            compression_.MaxBlocks(*sequence))
+      << "request " << sequence->request->id << " should have been compressed";
+  if (sequence->guaranteed) num_owed_blocks_ = std::max<int64_t>(0, num_owed_blocks_ - 1);
+  return true;
+}
+
+bool Scheduler::MustCompress(const Sequence& sequence) const {
+  // A sequence that is computed again keeps what its budget is, and it must not grow past it.
+  if (!options_.adaptive_budget || sequence.state == SequenceState::kPrefilling) return true;
+  if (blocks_.num_available() - 1 < num_owed_blocks_) return true;
+  // The longest have the most to give.
+  return blocks_are_wanted_ &&
+         static_cast<int64_t>(sequence.block_table.blocks.size()) >= mean_excessive_blocks_;
+}
+
+bool Scheduler::Compress(Sequence* sequence, StepPlan* plan, bool* preempted) {
+  const int64_t num_pinned = compression_.NumPinned(*sequence);
+  const int64_t num_pinned_blocks = num_pinned / blocks_.block_size();
+  const int64_t num_blocks = compression_.Budget(*sequence) + 1;
+  BlockTable& table = sequence->block_table;
+  while (blocks_.num_available() < blocks_.NumTakenByPack(table, num_pinned_blocks, num_blocks)) {
+    if (!MakeRoom(sequence, plan, preempted)) return false;
+  }
+  CHECK(sequence->query_slot.has_value()) << "request " << sequence->request->id;
+  const SequenceSlot slot = *sequence->sequence_slot;
+  Compression& compression = plan->compressions.emplace_back();
+  compression.sequence_slot = slot;
+  compression.source_table = table.blocks;
+  compression.num_pinned = static_cast<uint32_t>(num_pinned);
+  blocks_.Pack(num_pinned_blocks, num_blocks, &table);
+  compression.target_table = table.blocks;
+  sequence->num_slots = (num_blocks - 1) * blocks_.block_size();
+  if (++sequence->num_compressions > sequence->most_compressions) {
+    sequence->most_compressions = sequence->num_compressions;
+    sequence->last_compression = sequence->num_computed;
+  }
+  ++counts_.num_compressions;
+  open_compressions_.push_back({slot, sequence, sequence->num_slots});
+  if (compression_.async()) Pause(sequence, Hold::kCompressing, plan);
+  return true;
+}
+
+void Scheduler::Pause(Sequence* sequence, Hold hold, StepPlan* plan) {
+  const SequenceSlot slot = *sequence->sequence_slot;
+  sequence->hold = hold;
+  // One that was resumed for nothing stays as it is.
+  if (std::erase(plan->resumed, slot) == 0) plan->paused.push_back(slot);
+}
+
+void Scheduler::PlanDecode(Sequence* sequence, StepPlan* plan, std::vector<Sample>* samples) {
+  ++sequence->num_computed;
+  ++sequence->num_slots;
+  sequence->peak_slots = std::max(sequence->peak_slots, sequence->num_slots);
+  ++plan->num_decoding;
+  PlanSample(sequence, samples);
 }
 
 void Scheduler::PlanSample(Sequence* sequence, std::vector<Sample>* samples) {
@@ -130,12 +267,19 @@ void Scheduler::PlanChunk(Sequence* sequence, int64_t* token_budget, StepPlan* p
                           std::vector<Sample>* samples) {
   const auto length = static_cast<int64_t>(sequence->tokens.size());
   const int64_t start = sequence->num_computed;
-  const int64_t num_tokens = std::min(*token_budget, length - start);
+  // The table ends where the sequence is compressed.
+  const int64_t num_free_slots =
+      static_cast<int64_t>(sequence->block_table.blocks.size()) * blocks_.block_size() -
+      sequence->num_slots;
+  const int64_t num_tokens = std::min({*token_budget, length - start, num_free_slots});
+  CHECK_GT(num_tokens, 0) << "request " << sequence->request->id;
   const int64_t end = start + num_tokens;
   *token_budget -= num_tokens;
   plan->chunks.push_back({*sequence->sequence_slot, static_cast<int32_t>(start),
                           static_cast<int32_t>(num_tokens), end == length});
   sequence->num_computed = end;
+  sequence->num_slots += num_tokens;
+  sequence->peak_slots = std::max(sequence->peak_slots, sequence->num_slots);
   blocks_.Publish(sequence->tokens, end, sequence->cache_salt, &sequence->block_table);
   if (end == length) {
     sequence->state = SequenceState::kDecoding;
@@ -147,33 +291,96 @@ void Scheduler::PlanChunk(Sequence* sequence, int64_t* token_budget, StepPlan* p
   counts_.prompt_tokens += num_tokens;
 }
 
+// ---------------------------------------------------------------- admission
+
 void Scheduler::AdmitWaiting(int64_t* token_budget, StepPlan* plan, std::vector<Sample>* samples) {
   // Samples of one request follow each other and one is admitted only when the chunks of those
   // before it are planned to their end, so it finds their blocks.
-  while (*token_budget > 0 && !free_slots_.empty()) {
+  blocks_are_wanted_ = false;
+  while (*token_budget > 0) {
     Sequence* sequence = admission_.Next();
     // A preempted sequence is recomputed with all of its tokens: those in flight are awaited.
     if (sequence == nullptr || sequence->num_in_flight > 0) return;
-    const PrefixMatch match = blocks_.Match(sequence->tokens, sequence->cache_salt);
-    const int64_t num_blocks = blocks_.NumBlocksFor(static_cast<int64_t>(sequence->tokens.size()));
-    if (!admission_.Fits(*sequence, blocks_.NumTaken(match, num_blocks), blocks_.num_available(),
-                         blocks_.num_blocks(), static_cast<int64_t>(running_.size()))) {
-      CHECK(!running_.empty()) << "request " << sequence->request->id << " does not fit alone";
-      return;
+    const std::optional<Needs> needs = CanAdmit(*sequence);
+    if (!needs.has_value()) return;
+    Admit(sequence, *needs, plan);
+    if (sequence->state == SequenceState::kPrefilling) {
+      PlanChunk(sequence, token_budget, plan, samples);
+      continue;
     }
-    admission_.Admit(sequence);
-    const bool first_time = sequence->admission_order == 0;
-    sequence->admission_order = ++num_admitted_;
+    // It comes back from the host, into blocks of its own: nobody is preempted for it.
+    bool preempted = false;
+    if (MakeReady(sequence, plan, &preempted)) {
+      PlanDecode(sequence, plan, samples);
+      --*token_budget;
+    }
+    CHECK(!preempted) << "request " << sequence->request->id;
+  }
+}
+
+std::optional<Scheduler::Needs> Scheduler::CanAdmit(const Sequence& sequence) {
+  if (!sequence.swapped() && free_slots_.empty()) return std::nullopt;
+  const bool may_compress = compression_.MayCompress(sequence);
+  auto length = static_cast<int64_t>(sequence.tokens.size());
+  if (may_compress && free_query_slots_.empty() &&
+      (sequence.swapped() || !compression_.RunsWithoutQuerySlot(sequence, length))) {
+    return std::nullopt;
+  }
+  Needs needs;
+  if (sequence.swapped()) {
+    needs.num_blocks = sequence.num_host_blocks;
+  } else {
+    // Beyond its first compression it computes into the blocks it has; the block whose window
+    // scores is computed, not matched.
+    if (may_compress) length = std::min(length, compression_.FirstPoint(sequence));
+    needs.match = blocks_.Match(std::span(sequence.tokens).first(length), sequence.cache_salt);
+    needs.num_blocks = blocks_.NumBlocksFor(length);
+  }
+  needs.num_taken = blocks_.NumTaken(needs.match, needs.num_blocks);
+  if (compression_.enabled()) {
+    const int64_t max_blocks = compression_.MaxBlocks(sequence);
+    needs.guaranteed = all_guaranteed_ && (!may_compress || !free_query_slots_.empty()) &&
+                       num_reserved_blocks_ + max_blocks <= blocks_.num_blocks();
+    // Sequences over their budget may still hold what is reserved.
+    if (options_.adaptive_budget) {
+      const int64_t num_owed =
+          num_owed_blocks_ + std::max<int64_t>(0, max_blocks - needs.num_blocks);
+      needs.guaranteed = needs.guaranteed && needs.num_taken + num_owed <= blocks_.num_available();
+    }
+    // What this plan's compressions give back comes with the next one.
+    if (needs.guaranteed && needs.num_taken > blocks_.num_available()) return std::nullopt;
+    if (needs.guaranteed) return needs;
+  }
+  const auto num_running = static_cast<int64_t>(running_.size());
+  const bool may_run = options_.enable_hybrid || !compression_.enabled();
+  if (may_run && admission_.Fits(sequence, needs.num_taken, blocks_.num_available(),
+                                 blocks_.num_blocks(), num_running)) {
+    return needs;
+  }
+  CHECK(!running_.empty()) << "request " << sequence.request->id << " does not fit alone";
+  blocks_are_wanted_ = true;
+  return std::nullopt;
+}
+
+void Scheduler::Admit(Sequence* sequence, const Needs& needs, StepPlan* plan) {
+  admission_.Admit(sequence);
+  const bool first_time = sequence->admission_order == 0;
+  sequence->admission_order = ++num_admitted_;
+  sequence->block_table = blocks_.Take(needs.match, needs.num_blocks);
+  running_.push_back(sequence);
+  const bool was_swapped = sequence->swapped();
+  if (was_swapped) {
+    sequence->state = SequenceState::kDecoding;
+    num_used_host_blocks_ -= std::exchange(sequence->num_host_blocks, 0);
+    plan->swaps.push_back(
+        {*sequence->sequence_slot, /*to_host=*/false, sequence->block_table.blocks});
+    sequence->block_table.packed = true;  // What the blocks hold came from elsewhere.
+  } else {
     sequence->state = SequenceState::kPrefilling;
-    sequence->block_table = blocks_.Take(match, num_blocks);
-    sequence->num_computed = static_cast<int64_t>(match.blocks.size()) * blocks_.block_size();
+    sequence->num_computed = static_cast<int64_t>(needs.match.blocks.size()) * blocks_.block_size();
+    sequence->num_slots = sequence->num_computed;
     sequence->sequence_slot = free_slots_.back();
     free_slots_.pop_back();
-    running_.push_back(sequence);
-    if (first_time) {
-      sequence->num_cached_tokens = sequence->num_computed;
-      counts_.cached_tokens += sequence->num_computed;
-    }
     plan->new_sequences.push_back(
         {.sequence_slot = *sequence->sequence_slot,
          .tokens = sequence->tokens,
@@ -182,27 +389,90 @@ void Scheduler::AdmitWaiting(int64_t* token_budget, StepPlan* plan, std::vector<
          .block_table = sequence->block_table.blocks,
          .sample_index = static_cast<uint32_t>(sequence->sample_index),
          .sampling = sequence->request->sampling});
-    PlanChunk(sequence, token_budget, plan, samples);
+  }
+  if (first_time) {
+    sequence->num_cached_tokens = sequence->num_computed;
+    counts_.cached_tokens += sequence->num_computed;
+  }
+  if (compression_.MayCompress(*sequence) && !free_query_slots_.empty()) {
+    GrantQuerySlot(sequence, plan);
+  }
+  sequence->guaranteed = needs.guaranteed;
+  all_guaranteed_ = all_guaranteed_ && needs.guaranteed;
+  if (needs.guaranteed) {
+    const int64_t max_blocks = compression_.MaxBlocks(*sequence);
+    num_reserved_blocks_ += max_blocks;
+    num_owed_blocks_ += std::max<int64_t>(0, max_blocks - needs.num_blocks);
   }
 }
 
-void Scheduler::Preempt(Sequence* sequence) {
+// ---------------------------------------------------------------- preemption
+
+bool Scheduler::MakeRoom(Sequence* sequence, StepPlan* plan, bool* preempted) {
+  if (blocks_.num_retiring() > 0) {
+    Pause(sequence, Hold::kDelayed, plan);
+    return false;
+  }
+  *preempted = true;
+  Sequence* victim = Admission::Victim(running_);
+  CHECK(!victim->guaranteed || options_.adaptive_budget)
+      << "request " << victim->request->id << " is guaranteed its blocks";
+  Preempt(victim, plan);
+  return victim != sequence;
+}
+
+void Scheduler::Preempt(Sequence* sequence, StepPlan* plan) {
+  const SequenceSlot slot = *sequence->sequence_slot;
+  std::erase_if(plan->query_slots,
+                [slot](const QuerySlotGrant& grant) { return grant.sequence_slot == slot; });
+  std::erase(plan->resumed, slot);
+  const auto num_blocks = static_cast<int64_t>(sequence->block_table.blocks.size());
+  // Others are computed again: young ones are short, and the prefix cache may still know them.
+  const bool swap = sequence->state == SequenceState::kDecoding &&
+                    (sequence->num_compressions > 0 || sequence->hold == Hold::kSuspended) &&
+                    num_used_host_blocks_ + num_blocks <= options_.num_host_blocks;
   sequence->state = SequenceState::kWaiting;
-  sequence->num_recomputable = std::max(sequence->num_recomputable, sequence->num_computed);
-  sequence->num_computed = 0;
   ++sequence->num_preemptions;
   ++counts_.num_preemptions;
   admission_.Enqueue(sequence);
   RemoveFromRunning(sequence);
-  GiveBack(sequence);
+  if (swap) {
+    plan->swaps.push_back({slot, /*to_host=*/true, sequence->block_table.blocks});
+    sequence->num_host_blocks = num_blocks;
+    num_used_host_blocks_ += num_blocks;
+    ++counts_.num_swaps_out;
+    GiveBackBlocks(sequence);
+  } else {
+    GiveBack(sequence);
+    ForgetComputed(sequence);
+  }
+}
+
+void Scheduler::ForgetComputed(Sequence* sequence) {
+  sequence->num_recomputable = std::max(sequence->num_recomputable, sequence->num_computed);
+  sequence->num_computed = 0;
+  sequence->num_slots = 0;
+  sequence->num_compressions = 0;
 }
 
 void Scheduler::GiveBack(Sequence* sequence) {
+  GiveBackBlocks(sequence);
+  GiveBackSequenceSlot(sequence);
+}
+
+void Scheduler::GiveBackBlocks(Sequence* sequence) {
+  if (sequence->query_slot.has_value()) free_query_slots_.push_back(*sequence->query_slot);
+  sequence->query_slot.reset();
+  sequence->hold = Hold::kNone;
+  sequence->guaranteed = false;
+  blocks_.Release(&sequence->block_table);
+  admission_.Leave(*sequence);
+}
+
+void Scheduler::GiveBackSequenceSlot(Sequence* sequence) {
   released_.push_back(*sequence->sequence_slot);
   free_slots_.push_back(*sequence->sequence_slot);
   sequence->sequence_slot.reset();
-  blocks_.Release(&sequence->block_table);
-  admission_.Leave(*sequence);
 }
 
 void Scheduler::RemoveFromRunning(Sequence* sequence) {
@@ -212,177 +482,36 @@ void Scheduler::RemoveFromRunning(Sequence* sequence) {
   running_.erase(it);
 }
 
-absl::Status Scheduler::MatchSamples(const StepResult& result, std::vector<Sequence*>* sequences) {
-  if (in_flight_.empty() || in_flight_.front().step != result.step) {
-    return absl::InternalError(absl::StrFormat(
-        "rank %d answered step %d; %s, so a step was lost or repeated: restart the workers",
-        result.rank, result.step,
-        in_flight_.empty()
-            ? "none is in flight"
-            : absl::StrFormat("the oldest in flight is %d", in_flight_.front().step)));
-  }
-  const std::vector<Sample>& samples = in_flight_.front().samples;
-  for (const Sample& sample : samples) sample_of_slot_[sample.sequence_slot] = sample.sequence;
-  std::optional<SequenceSlot> stray;
-  const auto match = [&](SequenceSlot slot) {
-    Sequence* sequence = nullptr;
-    if (slot >= 0 && slot < options_.max_num_seqs) {
-      sequence = std::exchange(sample_of_slot_[slot], nullptr);
-    }
-    if (sequence == nullptr) stray = slot;
-    sequences->push_back(sequence);
-  };
-  sequences->reserve(samples.size());
-  for (const SampledToken& sampled : result.sampled) match(sampled.sequence_slot);
-  for (const SequenceSlot slot : result.corrupted) match(slot);
-  for (const Sample& sample : samples) sample_of_slot_[sample.sequence_slot] = nullptr;
-  if (stray.has_value() || sequences->size() != samples.size()) {
-    return absl::InternalError(absl::StrFormat(
-        "rank %d answered step %d for %d sequence slots of %d planned%s: restart the workers",
-        result.rank, result.step, sequences->size(), samples.size(),
-        stray.has_value() ? absl::StrFormat(", among them slot %d, not planned or twice", *stray)
-                          : ""));
-  }
-  return absl::OkStatus();
-}
-
-absl::StatusOr<std::vector<TokenEvent>> Scheduler::Apply(StepResult result) {
-  std::vector<Sequence*> sequences;
-  ZIPAGE_RETURN_IF_ERROR(MatchSamples(result, &sequences));
-  in_flight_.pop_front();
-  std::vector<TokenEvent> events;
-  events.reserve(result.sampled.size());
-  for (size_t i = 0; i < sequences.size(); ++i) {
-    Sequence* sequence = sequences[i];
-    --sequence->num_in_flight;
-    if (sequence->finished()) {
-      // The token comes after the end of the sequence: dropped.
-      NoteIfSettled(*sequence->request);
-    } else if (i < result.sampled.size()) {
-      AppendToken(sequence, &result.sampled[i], &events);
-    } else {
-      FinishSequence(sequence, FinishReason::kCorrupted);
-    }
-  }
-#ifndef NDEBUG
-  CheckInvariants();
-#endif
-  return events;
-}
-
-void Scheduler::AppendToken(Sequence* sequence, SampledToken* sampled,
-                            std::vector<TokenEvent>* events) {
-  const SamplingParams& sampling = sequence->request->sampling;
-  sequence->tokens.push_back(sampled->token);
-  const auto length = static_cast<int64_t>(sequence->tokens.size());
-  ++counts_.output_tokens;
-  if (sequence->sequence_slot.has_value()) {
-    // A block that is full can be named once its last token is known.
-    blocks_.Publish(sequence->tokens, std::min(sequence->num_computed, length),
-                    sequence->cache_salt, &sequence->block_table);
-  }
-  const bool stops = std::ranges::binary_search(sampling.stop_token_ids, sampled->token);
-  events->push_back({sequence, sampled->token, std::move(sampled->logprobs), !stops});
-  if (stops) {
-    FinishSequence(sequence, FinishReason::kStopToken);
-  } else if (length >= sequence->max_length) {
-    FinishSequence(sequence, FinishReason::kLength);
-  }
-}
-
-void Scheduler::FinishSequence(Sequence* sequence, FinishReason reason) {
-  sequence->finish_reason = reason;
-  switch (std::exchange(sequence->state, SequenceState::kFinished)) {
-    case SequenceState::kFinished:
-      return;
-    case SequenceState::kWaiting:
-      admission_.Remove(sequence);
-      break;
-    case SequenceState::kPrefilling:
-    case SequenceState::kDecoding:
-      RemoveFromRunning(sequence);
-      GiveBack(sequence);
-      break;
-    case SequenceState::kDraining:
-      break;
-  }
-  NoteIfSettled(*sequence->request);
-}
-
-void Scheduler::NoteIfSettled(const Request& request) {
-  if (request.settled()) settled_.push_back(request.id);
-}
-
-void Scheduler::CancelJob(uint64_t job_id) {
+void Scheduler::StartEpoch() {
+  step_ = 0;
+  in_flight_.clear();
+  released_.clear();
+  open_compressions_.clear();
+  ResetSlots();
+  num_used_host_blocks_ = 0;
+  running_.clear();
+  std::set<const Request*> draining;
   for (const auto& [id, request] : requests_) {
-    if (request->job_id != job_id) continue;
     for (Sequence& sequence : request->sequences) {
-      if (!sequence.finished()) FinishSequence(&sequence, FinishReason::kCancelled);
-    }
-  }
-}
-
-std::vector<std::unique_ptr<Request>> Scheduler::TakeFinished() {
-  std::vector<std::unique_ptr<Request>> finished;
-  finished.reserve(settled_.size());
-  for (const uint64_t id : std::exchange(settled_, {})) {
-    const auto it = requests_.find(id);
-    CHECK(it != requests_.end()) << "request " << id << " is taken twice";
-    finished.push_back(std::move(it->second));
-    requests_.erase(it);
-  }
-  return finished;
-}
-
-SchedulerStats Scheduler::stats() const {
-  SchedulerStats stats = counts_;
-  stats.num_running = static_cast<int64_t>(running_.size());
-  stats.num_waiting = admission_.num_waiting();
-  stats.num_blocks = blocks_.num_blocks();
-  stats.num_free_blocks = blocks_.num_free();
-  stats.num_cached_blocks = blocks_.num_cached();
-  stats.num_used_blocks = blocks_.num_used();
-  return stats;
-}
-
-void Scheduler::CheckInvariants() const {
-  std::vector<const BlockTable*> tables;
-  std::set<SequenceSlot> slots(free_slots_.begin(), free_slots_.end());
-  CHECK_EQ(slots.size(), free_slots_.size());
-  size_t num_running = 0;
-  int64_t num_samples = 0;
-  for (const auto& [id, request] : requests_) {
-    for (const Sequence& sequence : request->sequences) {
-      const bool runs = sequence.state == SequenceState::kPrefilling ||
-                        sequence.state == SequenceState::kDecoding;
-      num_samples += sequence.num_in_flight;
-      tables.push_back(&sequence.block_table);
-      CHECK_EQ(sequence.sequence_slot.has_value(), runs) << "request " << id;
-      CHECK(runs || sequence.block_table.blocks.empty()) << "request " << id;
-      CHECK_EQ(sequence.finished(), sequence.finish_reason.has_value()) << "request " << id;
-      CHECK_GE(sequence.num_in_flight, 0) << "request " << id;
-      if (!sequence.finished()) CHECK_LE(sequence.planned_length(), sequence.max_length);
-      if (!runs) continue;
-      ++num_running;
-      CHECK(slots.insert(*sequence.sequence_slot).second) << "slot " << *sequence.sequence_slot;
-      CHECK_LE(sequence.num_computed,
-               static_cast<int64_t>(sequence.block_table.blocks.size()) * blocks_.block_size());
-      if (sequence.state == SequenceState::kDecoding) {
-        CHECK_EQ(sequence.num_computed, sequence.planned_length() - 1) << "request " << id;
-      } else {
-        CHECK_EQ(sequence.num_in_flight, 0) << "request " << id;
-        CHECK_LT(sequence.num_computed, static_cast<int64_t>(sequence.tokens.size()));
+      const bool was_in_flight = std::exchange(sequence.num_in_flight, 0) > 0;
+      sequence.sequence_slot.reset();
+      sequence.query_slot.reset();
+      if (sequence.finished()) {
+        if (was_in_flight) draining.insert(request.get());
+        continue;
       }
+      sequence.num_host_blocks = 0;
+      sequence.hold = Hold::kNone;
+      sequence.guaranteed = false;
+      if (sequence.runs()) admission_.Leave(sequence);
+      if (sequence.state != SequenceState::kWaiting) admission_.Enqueue(&sequence);
+      sequence.state = SequenceState::kWaiting;
+      ForgetComputed(&sequence);
+      sequence.block_table = BlockTable();
     }
   }
-  CHECK_EQ(slots.size(), static_cast<size_t>(options_.max_num_seqs));
-  CHECK_EQ(num_running, running_.size());
-  CHECK(std::ranges::is_sorted(running_, std::less<>(), &Sequence::admission_order));
-  for (const StepInFlight& step : in_flight_)
-    num_samples -= static_cast<int64_t>(step.samples.size());
-  CHECK_EQ(num_samples, 0);
-  admission_.CheckInvariants(running_);
-  blocks_.CheckInvariants(tables);
+  blocks_ = BlockManager(options_.num_blocks, options_.block_size, options_.block_hash);
+  for (const Request* request : draining) NoteIfSettled(*request);
 }
 
 }  // namespace zipage

@@ -122,7 +122,8 @@ absl::Status WorkerGroup::StartIfAllReady() {
     return absl::OkStatus();
   }
   const Ready& first = workers_[0].ready;
-  capacity_ = {first.num_kv_blocks, first.max_positions, first.vocab_size};
+  capacity_ = {first.num_kv_blocks, first.max_positions, first.vocab_size, first.num_query_slots,
+               first.num_host_blocks};
   for (size_t rank = 1; rank < workers_.size(); ++rank) {
     const Ready& other = workers_[rank].ready;
     if (other.max_positions != first.max_positions || other.vocab_size != first.vocab_size ||
@@ -135,9 +136,11 @@ absl::Status WorkerGroup::StartIfAllReady() {
                           first.max_positions, first.vocab_size, first.compute_dtype));
     }
     capacity_.num_kv_blocks = std::min(capacity_.num_kv_blocks, other.num_kv_blocks);
+    capacity_.num_query_slots = std::min(capacity_.num_query_slots, other.num_query_slots);
+    capacity_.num_host_blocks = std::min(capacity_.num_host_blocks, other.num_host_blocks);
   }
   started_ = true;
-  return SendToAll(Start{capacity_.num_kv_blocks});
+  return SendToAll(Start{capacity_.num_kv_blocks, capacity_.num_query_slots});
 }
 
 absl::Status WorkerGroup::HandleResult(uint32_t rank, StepResult result, Time now) {

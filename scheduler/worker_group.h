@@ -24,6 +24,8 @@ class WorkerGroup {
     uint64_t num_kv_blocks = 0;  // Minimum over ranks.
     uint64_t max_positions = 0;  // Of the model.
     uint64_t vocab_size = 0;
+    uint64_t num_query_slots = 0;  // Minimum over ranks.
+    uint64_t num_host_blocks = 0;  // Likewise.
   };
 
   // `socket` and `config` outlive the group.

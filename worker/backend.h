@@ -12,13 +12,22 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/combine_scores.h"
 #include "kernels/embedding.h"
+#include "kernels/global_scores.h"
+#include "kernels/key_similarity.h"
+#include "kernels/pack_slots.h"
 #include "kernels/paged_attention.h"
+#include "kernels/pool_scores.h"
+#include "kernels/query_window.h"
+#include "kernels/random_scores.h"
 #include "kernels/rms_norm.h"
 #include "kernels/rope.h"
 #include "kernels/sample.h"
+#include "kernels/select_slots.h"
 #include "kernels/silu_mul.h"
 #include "kernels/tensor.h"
+#include "kernels/window_scores.h"
 #include "proto/status.h"
 
 namespace zipage {
@@ -116,6 +125,15 @@ class Backend {
   virtual void RopeAndCache(const RopeAndCacheParams& p) = 0;
   virtual void PagedAttention(const PagedAttentionParams& p) = 0;
   virtual void SiluMul(const SiluMulParams& p) = 0;
+  virtual void StoreQueries(const StoreQueriesParams& p) = 0;
+  virtual void WindowScores(const WindowScoresParams& p) = 0;
+  virtual void GlobalScores(const GlobalScoresParams& p) = 0;
+  virtual void PoolScores(const PoolScoresParams& p) = 0;
+  virtual void KeySimilarity(const KeySimilarityParams& p) = 0;
+  virtual void CombineScores(const CombineScoresParams& p) = 0;
+  virtual void RandomScores(const RandomScoresParams& p) = 0;
+  virtual void SelectSlots(const SelectSlotsParams& p) = 0;
+  virtual void PackSlots(const PackSlotsParams& p) = 0;
   // out[i] = in[i] rounded to bf16. Device [count].
   virtual void RoundToBFloat16(const float* in, BFloat16* out, int64_t count) = 0;
 

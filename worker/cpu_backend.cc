@@ -196,6 +196,15 @@ void CpuBackend::RmsNorm(const RmsNormParams& p) { cpu::RmsNorm(p); }
 void CpuBackend::RopeAndCache(const RopeAndCacheParams& p) { cpu::RopeAndCache(p); }
 void CpuBackend::PagedAttention(const PagedAttentionParams& p) { cpu::PagedAttention(p); }
 void CpuBackend::SiluMul(const SiluMulParams& p) { cpu::SiluMul(p); }
+void CpuBackend::StoreQueries(const StoreQueriesParams& p) { cpu::StoreQueries(p); }
+void CpuBackend::WindowScores(const WindowScoresParams& p) { cpu::WindowScores(p); }
+void CpuBackend::GlobalScores(const GlobalScoresParams& p) { cpu::GlobalScores(p); }
+void CpuBackend::PoolScores(const PoolScoresParams& p) { cpu::PoolScores(p); }
+void CpuBackend::KeySimilarity(const KeySimilarityParams& p) { cpu::KeySimilarity(p); }
+void CpuBackend::CombineScores(const CombineScoresParams& p) { cpu::CombineScores(p); }
+void CpuBackend::RandomScores(const RandomScoresParams& p) { cpu::RandomScores(p); }
+void CpuBackend::SelectSlots(const SelectSlotsParams& p) { cpu::SelectSlots(p); }
+void CpuBackend::PackSlots(const PackSlotsParams& p) { cpu::PackSlots(p); }
 
 void CpuBackend::RoundToBFloat16(const float* in, BFloat16* out, int64_t count) {
 #pragma omp parallel for simd

@@ -37,6 +37,15 @@ class CpuBackend : public Backend {
   void RopeAndCache(const RopeAndCacheParams& p) override;
   void PagedAttention(const PagedAttentionParams& p) override;
   void SiluMul(const SiluMulParams& p) override;
+  void StoreQueries(const StoreQueriesParams& p) override;
+  void WindowScores(const WindowScoresParams& p) override;
+  void GlobalScores(const GlobalScoresParams& p) override;
+  void PoolScores(const PoolScoresParams& p) override;
+  void KeySimilarity(const KeySimilarityParams& p) override;
+  void CombineScores(const CombineScoresParams& p) override;
+  void RandomScores(const RandomScoresParams& p) override;
+  void SelectSlots(const SelectSlotsParams& p) override;
+  void PackSlots(const PackSlotsParams& p) override;
   void RoundToBFloat16(const float* in, BFloat16* out, int64_t count) override;
   absl::Status Sample(float* logits, int64_t vocab, const std::vector<SampleRow>& rows,
                       int32_t* tokens, SampleOutput* output) override;

@@ -10,11 +10,13 @@
 #include <cerrno>
 #include <cstdio>
 #include <exception>
+#include <memory>
 #include <new>
 #include <string>
 #include <thread>
 
 #include "proto/config.h"
+#include "worker/dry_run.h"
 #include "worker/worker.h"
 
 namespace {
@@ -42,6 +44,16 @@ void Report(const absl::Status& status, int error_fd) {
   if (error_fd < 0 || write(error_fd, line.data(), line.size()) < 0) fputs(line.c_str(), stderr);
 }
 
+absl::Status PrintDryRun(const zipage::Config& config) {
+  ZIPAGE_ASSIGN_OR_RETURN(const std::unique_ptr<zipage::Backend> backend,
+                          zipage::MakeBackend(config));
+  ZIPAGE_ASSIGN_OR_RETURN(const std::string text, zipage::DryRun(config, *backend));
+  if (fputs(text.c_str(), stdout) < 0 || fflush(stdout) != 0) {
+    return absl::UnavailableError("the memory plan cannot be written to standard output");
+  }
+  return absl::OkStatus();
+}
+
 int Run(int argc, char** argv, int* rank, int* error_fd) {
   zipage::Config config;
   zipage::WorkerOptions options;
@@ -52,7 +64,9 @@ int Run(int argc, char** argv, int* rank, int* error_fd) {
   zipage::AddOptions(&app, &config);
   app.add_option("--rank", *rank, "Tensor-parallel rank, from 0");
   app.add_option("--epoch", options.epoch, "Life of the set of workers, from 1");
-  app.add_option("--endpoint", options.endpoint, "The scheduler's socket for workers")->required();
+  bool dry_run = false;
+  app.add_flag("--dry_run", dry_run, "Print how the memory would be divided, load nothing, exit");
+  app.add_option("--endpoint", options.endpoint, "The scheduler's socket for workers");
   app.add_option("--run_dir", options.run_dir, "The engine's private directory");
   app.add_option("--shm_fd", shm_fd, "File descriptor of the ranks' shared memory");
   app.add_option("--life_fd", life_fd, "Read end of a pipe; the worker ends when it closes");
@@ -64,9 +78,18 @@ int Run(int argc, char** argv, int* rank, int* error_fd) {
     status = absl::InvalidArgumentError("rank is " + std::to_string(*rank) + ", tp is " +
                                         std::to_string(config.tp) + "; give a rank below tp");
   }
+  if (status.ok() && options.endpoint.empty() && !dry_run) {
+    status = absl::InvalidArgumentError("endpoint is missing; zipage-launch starts workers");
+  }
   if (!status.ok()) {
     Report(status, *error_fd);
     return 2;
+  }
+  if (dry_run) {
+    status = PrintDryRun(config);
+    if (status.ok()) return 0;
+    Report(status, *error_fd);
+    return 1;
   }
   options.rank = *rank;
   if (life_fd >= 0) DieWithPipe(life_fd);

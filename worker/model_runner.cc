@@ -4,12 +4,15 @@
 #include <chrono>
 #include <utility>
 
+#include "worker/memory_plan.h"
+
 namespace zipage {
 namespace {
 
-template <typename T>
-void Upload(const std::vector<T>& values, const DeviceMemory& memory, Backend* backend) {
-  backend->CopyToDevice(memory.as(), values.data(), values.size() * sizeof(T));
+using Clock = std::chrono::steady_clock;
+
+uint64_t MicrosSince(Clock::time_point start) {
+  return std::chrono::duration_cast<std::chrono::microseconds>(Clock::now() - start).count();
 }
 
 SampleRow MakeSampleRow(const SequenceState& sequence) {
@@ -36,138 +39,107 @@ SampleRow MakeSampleRow(const SequenceState& sequence) {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<ModelRunner>> ModelRunner::Create(const Config& config,
-                                                                 Transformer transformer,
-                                                                 KvPool pool,
-                                                                 Collective* collective,
-                                                                 Backend* backend) {
+absl::StatusOr<std::unique_ptr<ModelRunner>> ModelRunner::Create(
+    const Config& config, Transformer transformer, KvPool pool, int64_t num_query_slots,
+    Collective* collective, Backend* backend) {
   const SequenceStates::Limits limits{.max_num_seqs = config.max_num_seqs,
                                       .block_size = pool.shape().block_size,
                                       .num_blocks = pool.num_blocks(),
+                                      .num_host_blocks = NumHostBlocks(config, pool.shape()),
+                                      .num_query_slots = num_query_slots,
+                                      .window = config.query_cache_len,
+                                      .sink_len = config.use_attention_sink ? config.sink_len : 0,
                                       .vocab_size = transformer.config().vocab_size,
                                       .max_position = transformer.weights().max_position,
                                       .max_tokens = config.max_num_batched_tokens};
-  std::unique_ptr<ModelRunner> runner(
-      new ModelRunner(limits, std::move(transformer), std::move(pool), collective, backend));
-  ZIPAGE_RETURN_IF_ERROR(runner->Allocate(limits));
+  ZIPAGE_ASSIGN_OR_RETURN(StepBatch batch, StepBatch::Create(limits, backend));
+  std::unique_ptr<ModelRunner> runner(new ModelRunner(
+      limits, std::move(transformer), std::move(pool), std::move(batch), collective, backend));
+  ZIPAGE_ASSIGN_OR_RETURN(runner->sampled_,
+                          backend->Allocate(limits.max_num_seqs * sizeof(int32_t), "step outputs"));
+  if (num_query_slots > 0) ZIPAGE_RETURN_IF_ERROR(runner->MakeCompressor(config, limits));
+  runner->swap_space_ = std::make_unique<SwapSpace>(limits.max_num_seqs, &runner->pool_,
+                                                    runner->query_windows(), backend);
   return runner;
 }
 
 ModelRunner::ModelRunner(const SequenceStates::Limits& limits, Transformer transformer, KvPool pool,
-                         Collective* collective, Backend* backend)
+                         StepBatch batch, Collective* collective, Backend* backend)
     : transformer_(std::move(transformer)),
       pool_(std::move(pool)),
       collective_(collective),
       backend_(backend),
-      states_(limits) {}
+      states_(limits),
+      batch_(std::move(batch)) {}
 
-absl::Status ModelRunner::Allocate(const SequenceStates::Limits& limits) {
-  const auto allocate = [this](int64_t count, size_t size, DeviceMemory* memory) {
-    absl::StatusOr<DeviceMemory> allocated = backend_->Allocate(count * size, "step inputs");
-    if (!allocated.ok()) return allocated.status();
-    *memory = *std::move(allocated);
-    return absl::OkStatus();
-  };
-  const int64_t seqs = limits.max_num_seqs;
-  const int64_t max_blocks = (limits.max_position + limits.block_size - 1) / limits.block_size;
-  ZIPAGE_RETURN_IF_ERROR(allocate(limits.max_tokens, sizeof(int32_t), &ids_));
-  ZIPAGE_RETURN_IF_ERROR(allocate(limits.max_tokens, sizeof(int32_t), &positions_));
-  ZIPAGE_RETURN_IF_ERROR(allocate(limits.max_tokens, sizeof(int64_t), &slot_mapping_));
-  ZIPAGE_RETURN_IF_ERROR(allocate(seqs, sizeof(int32_t), &decode_slots_));
-  ZIPAGE_RETURN_IF_ERROR(allocate(seqs + 1, sizeof(int32_t), &query_start_));
-  ZIPAGE_RETURN_IF_ERROR(allocate(seqs, sizeof(int32_t), &context_len_));
-  ZIPAGE_RETURN_IF_ERROR(allocate(seqs * max_blocks, sizeof(int32_t), &block_tables_));
-  ZIPAGE_RETURN_IF_ERROR(allocate(seqs, sizeof(int32_t), &logit_rows_));
-  ZIPAGE_RETURN_IF_ERROR(allocate(seqs, sizeof(int32_t), &device_sample_slots_));
-  ZIPAGE_RETURN_IF_ERROR(allocate(seqs, sizeof(int32_t), &sampled_));
-  return allocate(seqs, sizeof(int32_t), &last_tokens_);
+absl::Status ModelRunner::MakeCompressor(const Config& config,
+                                         const SequenceStates::Limits& limits) {
+  const ModelShard& shard = transformer_.weights().shard;
+  const QueryWindowShape windows =
+      MakeQueryWindowShape(config, transformer_.config(), shard, transformer_.weights().dtype);
+  ZIPAGE_ASSIGN_OR_RETURN(
+      compressor_,
+      Compressor::Create(config, MakeCompressorLimits(config, limits.max_position), &pool_, windows,
+                         limits.num_query_slots, static_cast<int>(shard.kv_heads.begin),
+                         collective_, backend_));
+  return absl::OkStatus();
 }
 
-absl::StatusOr<StepResult> ModelRunner::Run(const StepPlan& plan) {
-  const auto start = std::chrono::steady_clock::now();
+absl::StatusOr<StepResult> ModelRunner::Run(const StepPlan& plan, const LogitsSink& sink) {
+  const Clock::time_point start = Clock::now();
   StepResult result;
   result.rank = collective_->rank();
   result.step = plan.step;
   ZIPAGE_RETURN_IF_ERROR(states_.Apply(plan));
+  ZIPAGE_RETURN_IF_ERROR(RunSwaps(plan));
+  if (!states_.compressions().empty()) ZIPAGE_RETURN_IF_ERROR(RunCompressions(&result));
   if (!states_.rows().empty()) {
-    ZIPAGE_RETURN_IF_ERROR(transformer_.Forward(MakeBatch(), pool_));
+    const Batch batch = batch_.Build(states_, /*all_logits=*/sink != nullptr);
+    ZIPAGE_RETURN_IF_ERROR(transformer_.Forward(batch, pool_, query_windows()));
+    if (sink != nullptr) ZIPAGE_RETURN_IF_ERROR(Observe(sink));
     ZIPAGE_RETURN_IF_ERROR(SampleAll(&result));
   }
-  result.device_micros = std::chrono::duration_cast<std::chrono::microseconds>(
-                             std::chrono::steady_clock::now() - start)
-                             .count();
+  result.device_micros = MicrosSince(start);
   return result;
 }
 
-void ModelRunner::AddRow(const StepRow& row) {
-  const std::vector<BlockId>& table = states_.at(row.sequence_slot).block_table;
-  const int64_t block_size = pool_.shape().block_size;
-  for (int64_t i = 0; i < row.num_tokens; ++i) {
-    const int64_t cached = row.first_cached + i;
-    host_.positions.push_back(static_cast<int32_t>(row.first_position + i));
-    host_.slot_mapping.push_back(table[cached / block_size] * block_size + cached % block_size);
+absl::Status ModelRunner::RunSwaps(const StepPlan& plan) {
+  for (SequenceSlot slot : plan.released) swap_space_->Release(slot);
+  for (const SwapWork& work : states_.swaps()) {
+    ZIPAGE_RETURN_IF_ERROR(swap_space_->Run(work));
   }
-  if (row.tokens == nullptr) {
-    host_.decode_slots.push_back(row.sequence_slot);
-  } else {
-    host_.chunk_ids.insert(host_.chunk_ids.end(), row.tokens, row.tokens + row.num_tokens);
-  }
-  host_.query_start.push_back(static_cast<int32_t>(host_.positions.size()));
-  host_.context_len.push_back(static_cast<int32_t>(row.first_cached + row.num_tokens));
-  if (row.samples) {
-    host_.logit_rows.push_back(static_cast<int32_t>(host_.positions.size()) - 1);
-    sample_slots_.push_back(row.sequence_slot);
-  }
+  return absl::OkStatus();
 }
 
-Batch ModelRunner::MakeBatch() {
-  for (auto* values : {&host_.chunk_ids, &host_.decode_slots, &host_.positions, &host_.context_len,
-                       &host_.logit_rows, &sample_slots_}) {
-    values->clear();
+absl::Status ModelRunner::RunCompressions(StepResult* result) {
+  const Clock::time_point start = Clock::now();
+  ZIPAGE_ASSIGN_OR_RETURN(std::vector<FinishedCompression> finished,
+                          compressor_->Compress(states_.compressions()));
+  if (collective_->rank() == 0) result->finished_compressions = std::move(finished);
+  result->compression_micros = MicrosSince(start);
+  return absl::OkStatus();
+}
+
+absl::Status ModelRunner::Observe(const LogitsSink& sink) {
+  const int64_t vocab = transformer_.config().vocab_size;
+  const std::vector<LogitRow>& rows = batch_.logit_rows();
+  const auto num_rows = static_cast<int64_t>(rows.size());
+  for (int64_t first = 0; first < num_rows; first += Transformer::kMaxLogitRows) {
+    const int64_t count = std::min(num_rows - first, Transformer::kMaxLogitRows);
+    ZIPAGE_ASSIGN_OR_RETURN(float* const logits, transformer_.Logits(first, count));
+    if (logits == nullptr) continue;
+    sink_logits_.resize(count * vocab);
+    backend_->CopyToHost(sink_logits_.data(), logits, count * vocab * sizeof(float));
+    for (int64_t i = 0; i < count; ++i) {
+      sink(rows[first + i].sequence_slot, rows[first + i].position,
+           sink_logits_.data() + i * vocab);
+    }
   }
-  host_.slot_mapping.clear();
-  host_.query_start.assign(1, 0);
-  int64_t max_blocks = 0;
-  const int64_t block_size = pool_.shape().block_size;
-  for (const StepRow& row : states_.rows()) {
-    AddRow(row);
-    max_blocks = std::max(max_blocks, (host_.context_len.back() + block_size - 1) / block_size);
-  }
-  host_.block_tables.assign(states_.rows().size() * max_blocks, 0);
-  auto out = host_.block_tables.begin();
-  for (const StepRow& row : states_.rows()) {
-    const std::vector<BlockId>& table = states_.at(row.sequence_slot).block_table;
-    std::copy_n(table.begin(), std::min<int64_t>(table.size(), max_blocks), out);
-    out += max_blocks;
-  }
-  Upload(host_.decode_slots, decode_slots_, backend_);
-  Upload(host_.positions, positions_, backend_);
-  Upload(host_.slot_mapping, slot_mapping_, backend_);
-  Upload(host_.query_start, query_start_, backend_);
-  Upload(host_.context_len, context_len_, backend_);
-  Upload(host_.block_tables, block_tables_, backend_);
-  Upload(host_.logit_rows, logit_rows_, backend_);
-  Upload(sample_slots_, device_sample_slots_, backend_);
-  const auto num_decoding = static_cast<int64_t>(host_.decode_slots.size());
-  backend_->GatherTokens(last_tokens_.as<int32_t>(), decode_slots_.as<int32_t>(),
-                         ids_.as<int32_t>(), num_decoding);
-  backend_->CopyToDevice(ids_.as<int32_t>() + num_decoding, host_.chunk_ids.data(),
-                         host_.chunk_ids.size() * sizeof(int32_t));
-  return {.ids = ids_.as<int32_t>(),
-          .positions = positions_.as<int32_t>(),
-          .slot_mapping = slot_mapping_.as<int64_t>(),
-          .query_start = query_start_.as<int32_t>(),
-          .context_len = context_len_.as<int32_t>(),
-          .block_tables = block_tables_.as<int32_t>(),
-          .logit_rows = logit_rows_.as<int32_t>(),
-          .num_tokens = static_cast<int64_t>(host_.positions.size()),
-          .num_seqs = static_cast<int>(states_.rows().size()),
-          .max_blocks = static_cast<int>(max_blocks),
-          .num_logit_rows = static_cast<int64_t>(host_.logit_rows.size())};
+  return absl::OkStatus();
 }
 
 absl::Status ModelRunner::SampleAll(StepResult* result) {
-  const auto num_samples = static_cast<int64_t>(sample_slots_.size());
+  const auto num_samples = static_cast<int64_t>(batch_.sample_slots().size());
   if (num_samples == 0) return absl::OkStatus();
   for (int64_t first = 0; first < num_samples; first += Transformer::kMaxLogitRows) {
     const int64_t count = std::min(num_samples - first, Transformer::kMaxLogitRows);
@@ -176,12 +148,12 @@ absl::Status ModelRunner::SampleAll(StepResult* result) {
   }
   const size_t bytes = num_samples * sizeof(int32_t);
   ZIPAGE_RETURN_IF_ERROR(collective_->Broadcast(sampled_.as(), bytes));
-  backend_->ScatterTokens(sampled_.as<int32_t>(), device_sample_slots_.as<int32_t>(),
-                          last_tokens_.as<int32_t>(), num_samples);
+  backend_->ScatterTokens(sampled_.as<int32_t>(), batch_.device_sample_slots(),
+                          batch_.last_tokens(), num_samples);
   sampled_tokens_.resize(num_samples);
   backend_->CopyToHost(sampled_tokens_.data(), sampled_.as(), bytes);
   for (int64_t i = 0; i < num_samples; ++i) {
-    states_.AppendOutput(sample_slots_[i], sampled_tokens_[i]);
+    states_.AppendOutput(batch_.sample_slots()[i], sampled_tokens_[i]);
   }
   return absl::OkStatus();
 }
@@ -192,13 +164,13 @@ absl::Status ModelRunner::SampleSome(int64_t first, int64_t count, float* logits
   int32_t max_logprobs = 0;
   sample_rows_.clear();
   for (int64_t i = first; i < first + count; ++i) {
-    sample_rows_.push_back(MakeSampleRow(states_.at(sample_slots_[i])));
+    sample_rows_.push_back(MakeSampleRow(states_.at(batch_.sample_slots()[i])));
     max_logprobs = std::max(max_logprobs, sample_rows_.back().num_logprobs);
   }
   ZIPAGE_RETURN_IF_ERROR(backend_->Sample(logits, vocab, sample_rows_,
                                           sampled_.as<int32_t>() + first, &sample_output_));
   for (int64_t i = 0; i < count; ++i) {
-    const SequenceSlot slot = sample_slots_[first + i];
+    const SequenceSlot slot = batch_.sample_slots()[first + i];
     if (sample_output_.corrupted[i] != 0) {
       result->corrupted.push_back(slot);
       continue;

@@ -1,5 +1,6 @@
 #include "worker/sequence_state.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -20,35 +21,22 @@ void See(TokenId token, bool is_output, SequenceState* sequence) {
 
 }  // namespace
 
-template <typename... Args>
-absl::Status SequenceStates::Mismatch(const Args&... args) const {
-  return absl::InternalError(absl::StrCat("step ", step_, ": ", args...));
-}
-
 SequenceStates::SequenceStates(const Limits& limits)
-    : limits_(limits), sequences_(limits.max_num_seqs) {}
+    : limits_(limits),
+      sequences_(limits.max_num_seqs),
+      query_slot_owners_(limits.num_query_slots) {}
 
 absl::Status SequenceStates::Apply(const StepPlan& plan) {
   if (plan.step != step_ + 1) {
     return Mismatch("the plan is for step ", plan.step, ", expected ", step_ + 1);
   }
   step_ = plan.step;
-  if (!plan.swaps.empty()) {
-    return absl::UnimplementedError(
-        absl::StrCat("step ", step_, ": the plan has ", plan.swaps.size(), " swaps"));
-  }
-  if (!plan.compressions.empty()) {
-    return absl::UnimplementedError(
-        absl::StrCat("step ", step_, ": the plan has ", plan.compressions.size(), " compressions"));
-  }
+  swaps_.clear();
+  compressions_.clear();
   rows_.clear();
   prefilled_.clear();
   num_rows_tokens_ = 0;
-  for (SequenceSlot slot : plan.released) ZIPAGE_RETURN_IF_ERROR(Release(slot));
-  for (const NewSequence& added : plan.new_sequences) ZIPAGE_RETURN_IF_ERROR(Add(added));
-  for (const AppendedBlock& block : plan.appended_blocks) {
-    ZIPAGE_RETURN_IF_ERROR(AppendBlock(block));
-  }
+  ZIPAGE_RETURN_IF_ERROR(ApplyDeltas(plan));
   // Decoding slots first, before a chunk makes one more slot decode from the next step on.
   ZIPAGE_RETURN_IF_ERROR(RunDecoding(plan));
   for (const PrefillChunk& chunk : plan.chunks) ZIPAGE_RETURN_IF_ERROR(RunChunk(chunk));
@@ -60,6 +48,30 @@ absl::Status SequenceStates::Apply(const StepPlan& plan) {
     return Mismatch("the plan runs ", rows_.size(), " rows, there are ", limits_.max_num_seqs,
                     " slots");
   }
+  return absl::OkStatus();
+}
+
+absl::Status SequenceStates::ApplyDeltas(const StepPlan& plan) {
+  for (SequenceSlot slot : plan.released) ZIPAGE_RETURN_IF_ERROR(Release(slot));
+  for (const Swap& swap : plan.swaps) {
+    if (swap.to_host) ZIPAGE_RETURN_IF_ERROR(SwapToHost(swap));
+  }
+  for (const NewSequence& added : plan.new_sequences) ZIPAGE_RETURN_IF_ERROR(Add(added));
+  for (const QuerySlotGrant& grant : plan.query_slots) {
+    ZIPAGE_RETURN_IF_ERROR(GrantQuerySlot(grant));
+  }
+  for (const Swap& swap : plan.swaps) {
+    if (!swap.to_host) ZIPAGE_RETURN_IF_ERROR(SwapToDevice(swap));
+  }
+  ZIPAGE_RETURN_IF_ERROR(CheckGrantsOfSwapped(plan));
+  for (const AppendedBlock& block : plan.appended_blocks) {
+    ZIPAGE_RETURN_IF_ERROR(AppendBlock(block));
+  }
+  for (const Compression& compression : plan.compressions) {
+    ZIPAGE_RETURN_IF_ERROR(Compress(compression));
+  }
+  for (SequenceSlot slot : plan.paused) ZIPAGE_RETURN_IF_ERROR(Pause(slot));
+  for (SequenceSlot slot : plan.resumed) ZIPAGE_RETURN_IF_ERROR(Resume(slot));
   return absl::OkStatus();
 }
 
@@ -78,6 +90,8 @@ absl::Status SequenceStates::CheckBlock(SequenceSlot slot, BlockId block) const 
 
 absl::Status SequenceStates::Release(SequenceSlot slot) {
   ZIPAGE_RETURN_IF_ERROR(CheckUsed(slot, "a release"));
+  ReturnQuerySlot(&sequences_[slot]);
+  num_host_blocks_ -= sequences_[slot].num_host_blocks;
   sequences_[slot] = SequenceState();
   return absl::OkStatus();
 }
@@ -114,6 +128,7 @@ absl::Status SequenceStates::Add(const NewSequence& added) {
   sequence.block_table = added.block_table;
   sequence.num_cached = added.num_cached_tokens;
   sequence.position = added.num_cached_tokens;
+  sequence.num_prompt_tokens = added.num_prompt_tokens;
   sequence.num_output = num_tokens - added.num_prompt_tokens;
   sequence.tokens = added.tokens;
   sequence.sample_index = added.sample_index;
@@ -129,7 +144,12 @@ absl::Status SequenceStates::Add(const NewSequence& added) {
 absl::Status SequenceStates::AppendBlock(const AppendedBlock& appended) {
   ZIPAGE_RETURN_IF_ERROR(CheckUsed(appended.sequence_slot, "an appended block"));
   ZIPAGE_RETURN_IF_ERROR(CheckBlock(appended.sequence_slot, appended.block));
-  sequences_[appended.sequence_slot].block_table.push_back(appended.block);
+  SequenceState& sequence = sequences_[appended.sequence_slot];
+  if (sequence.swapped) {
+    return Mismatch("slot ", appended.sequence_slot, " gets block ", appended.block,
+                    ", but it is swapped to the host");
+  }
+  sequence.block_table.push_back(appended.block);
   return absl::OkStatus();
 }
 
@@ -137,8 +157,8 @@ absl::Status SequenceStates::Run(SequenceSlot slot, int64_t num_tokens, StepRow*
   SequenceState& sequence = sequences_[slot];
   const int64_t covered = static_cast<int64_t>(sequence.block_table.size()) * limits_.block_size;
   if (sequence.num_cached + num_tokens > covered) {
-    return Mismatch("slot ", slot, " runs ", num_tokens, " tokens from cached length ",
-                    sequence.num_cached, ", its blocks hold ", covered);
+    return Mismatch("slot ", slot, " runs ", num_tokens, " tokens from slot ", sequence.num_cached,
+                    " of its table, its blocks hold ", covered);
   }
   if (sequence.position + num_tokens > limits_.max_position) {
     return Mismatch("slot ", slot, " runs ", num_tokens, " tokens from position ",
@@ -148,6 +168,15 @@ absl::Status SequenceStates::Run(SequenceSlot slot, int64_t num_tokens, StepRow*
   row->first_cached = sequence.num_cached;
   row->first_position = sequence.position;
   row->num_tokens = num_tokens;
+  row->first_query = num_tokens;
+  if (sequence.query_slot.has_value()) {
+    const int64_t last = sequence.num_cached + num_tokens - 1;
+    const int64_t window_begin =
+        last - last % limits_.block_size + limits_.block_size - limits_.window;
+    const int64_t first = std::max(sequence.num_cached, window_begin);
+    row->first_query = std::min(first - sequence.num_cached, num_tokens);
+    row->window_row = *sequence.query_slot * int64_t{limits_.window} + first - window_begin;
+  }
   sequence.num_cached += num_tokens;
   sequence.position += num_tokens;
   num_rows_tokens_ += num_tokens;
@@ -157,7 +186,8 @@ absl::Status SequenceStates::Run(SequenceSlot slot, int64_t num_tokens, StepRow*
 absl::Status SequenceStates::RunDecoding(const StepPlan& plan) {
   uint32_t num_decoding = 0;
   for (SequenceSlot slot = 0; slot < limits_.max_num_seqs; ++slot) {
-    if (!sequences_[slot].decodes) continue;
+    const SequenceState& sequence = sequences_[slot];
+    if (!sequence.decodes || sequence.paused || sequence.swapped) continue;
     ++num_decoding;
     StepRow& row = rows_.emplace_back();
     ZIPAGE_RETURN_IF_ERROR(Run(slot, 1, &row));
@@ -175,9 +205,13 @@ absl::Status SequenceStates::RunChunk(const PrefillChunk& chunk) {
   ZIPAGE_RETURN_IF_ERROR(CheckUsed(slot, "a chunk"));
   SequenceState& sequence = sequences_[slot];
   if (sequence.decodes) return Mismatch("slot ", slot, " gets a chunk, but it decodes");
-  if (chunk.start != sequence.num_cached) {
-    return Mismatch("slot ", slot, " gets a chunk from ", chunk.start, ", its cached length is ",
-                    sequence.num_cached);
+  if (sequence.paused || sequence.swapped) {
+    return Mismatch("slot ", slot, " gets a chunk, but it is ",
+                    sequence.swapped ? "swapped to the host" : "paused");
+  }
+  if (chunk.start != sequence.position) {
+    return Mismatch("slot ", slot, " gets a chunk from ", chunk.start, ", its next position is ",
+                    sequence.position);
   }
   const auto num_tokens = static_cast<int64_t>(sequence.tokens.size());
   const int64_t end = int64_t{chunk.start} + chunk.num_tokens;

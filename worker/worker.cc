@@ -18,10 +18,11 @@
 #include "worker/comm/gloo.h"
 #include "worker/comm/single.h"
 #include "worker/cpu_backend.h"
+#include "worker/cuda_backend.h"
 #include "worker/kv_pool.h"
-#include "worker/model/checkpoint.h"
-#include "worker/model/model_config.h"
+#include "worker/memory_plan.h"
 #include "worker/model_runner.h"
+#include "worker/open_model.h"
 
 namespace zipage {
 namespace {
@@ -86,16 +87,6 @@ class HeartbeatSender {
   std::thread thread_;  // Last: it uses all of the above.
 };
 
-absl::StatusOr<std::unique_ptr<Backend>> MakeBackend(const Config& config) {
-  if (config.device != "cpu" && config.device != "auto") {
-    return absl::InvalidArgumentError(
-        absl::StrCat("device is ", config.device, ", this build has cpu only; use device cpu"));
-  }
-  const int threads =
-      config.cpu_threads > 0 ? config.cpu_threads : CpuBackend::DefaultThreads(config.tp);
-  return std::make_unique<CpuBackend>(threads);
-}
-
 absl::StatusOr<std::unique_ptr<Collective>> MakeCollective(const WorkerOptions& options,
                                                            const Config& config) {
   if (config.tp == 1) return std::make_unique<SingleCollective>();
@@ -142,8 +133,7 @@ class Worker {
   std::unique_ptr<Backend> backend_;
   std::unique_ptr<Collective> collective_;
   std::optional<Transformer> transformer_;  // until the runner takes it
-  KvShape kv_shape_;
-  int64_t num_kv_blocks_ = 0;  // that fit on this rank
+  MemoryPlan memory_;
   std::unique_ptr<ModelRunner> runner_;
 };
 
@@ -194,37 +184,33 @@ absl::Status Worker::Serve() {
 }
 
 absl::Status Worker::Load() {
-  ZIPAGE_ASSIGN_OR_RETURN(const ModelConfig model, LoadModelConfig(config_.model));
-  ZIPAGE_RETURN_IF_ERROR(CheckTensorParallel(model, config_.tp));
-  if (config_.max_model_len > model.max_position) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "max_model_len is ", config_.max_model_len, ", but ", config_.model,
-        "/config.json has max_position_embeddings ", model.max_position, "; give at most that"));
-  }
-  ZIPAGE_ASSIGN_OR_RETURN(const Checkpoint checkpoint, OpenCheckpoint(config_.model, model));
-  const DType stored = checkpoint.Get("model.embed_tokens.weight").dtype;
-  ZIPAGE_ASSIGN_OR_RETURN(const DType dtype, backend_->ResolveDType(config_.dtype, stored));
-  const int64_t max_len = config_.max_model_len > 0 ? config_.max_model_len : model.max_position;
+  ZIPAGE_ASSIGN_OR_RETURN(const OpenedModel model,
+                          OpenModel(config_, *backend_, /*needs_checkpoint=*/true));
+  MemoryRequest request{.config = config_,
+                        .model = model.config,
+                        .rank = options_.rank,
+                        .dtype = model.dtype,
+                        .stored_dtype = model.stored_dtype,
+                        .max_model_len = model.max_model_len};
+  ZIPAGE_ASSIGN_OR_RETURN(request.available, backend_->AvailableMemory());
+  ZIPAGE_ASSIGN_OR_RETURN(memory_, PlanMemory(request));
   ZIPAGE_ASSIGN_OR_RETURN(collective_, MakeCollective(options_, config_));
-  ZIPAGE_ASSIGN_OR_RETURN(Weights weights, LoadWeights(model, checkpoint, options_.rank, config_.tp,
-                                                       dtype, max_len, backend_.get()));
+  ZIPAGE_ASSIGN_OR_RETURN(Weights weights,
+                          LoadWeights(model.config, *model.checkpoint, options_.rank, config_.tp,
+                                      model.dtype, model.max_model_len, backend_.get()));
   Ready ready;
   ready.rank = options_.rank;
   ready.weight_bytes = weights.bytes;
-  ready.compute_dtype = DTypeName(dtype);
-  ready.max_positions = model.max_position;
-  ready.vocab_size = model.vocab_size;
-  kv_shape_ = {.num_layers = model.num_layers,
-               .block_size = config_.kvcache_block_size,
-               .kv_heads = static_cast<int>(weights.shard.kv_heads.size()),
-               .head_dim = model.head_dim,
-               .dtype = dtype};
-  ZIPAGE_ASSIGN_OR_RETURN(
-      transformer_, Transformer::Create(model, std::move(weights), config_.max_num_batched_tokens,
-                                        collective_.get(), backend_.get()));
-  ZIPAGE_ASSIGN_OR_RETURN(num_kv_blocks_, CountKvBlocks(config_, kv_shape_, max_len, *backend_));
-  ready.kv_block_bytes = kv_shape_.block_bytes();
-  ready.num_kv_blocks = num_kv_blocks_;
+  ready.compute_dtype = DTypeName(model.dtype);
+  ready.max_positions = model.config.max_position;
+  ready.vocab_size = model.config.vocab_size;
+  ready.kv_block_bytes = memory_.kv.block_bytes();
+  ready.num_kv_blocks = memory_.num_blocks;
+  ready.num_query_slots = memory_.num_query_slots;
+  ready.num_host_blocks = memory_.num_host_blocks;
+  ZIPAGE_ASSIGN_OR_RETURN(transformer_, Transformer::Create(model.config, std::move(weights),
+                                                            config_.max_num_batched_tokens,
+                                                            collective_.get(), backend_.get()));
   return Send(ready);
 }
 
@@ -241,15 +227,23 @@ absl::Status Worker::WaitForStart() {
   if (std::holds_alternative<Shutdown>(message)) return absl::OkStatus();
   const Start* start = std::get_if<Start>(&message);
   if (start == nullptr) return absl::InternalError("a step plan arrived before Start");
-  if (start->num_kv_blocks < 1 || start->num_kv_blocks > static_cast<uint64_t>(num_kv_blocks_)) {
+  if (start->num_kv_blocks < 1 ||
+      start->num_kv_blocks > static_cast<uint64_t>(memory_.num_blocks)) {
     return absl::InternalError(absl::StrCat("Start names ", start->num_kv_blocks,
-                                            " KV blocks, this rank has ", num_kv_blocks_));
+                                            " KV blocks, this rank has ", memory_.num_blocks));
   }
-  const auto num_blocks = static_cast<int64_t>(start->num_kv_blocks);
-  ZIPAGE_ASSIGN_OR_RETURN(KvPool pool, KvPool::Create(kv_shape_, num_blocks, backend_.get()));
-  ZIPAGE_ASSIGN_OR_RETURN(runner_,
-                          ModelRunner::Create(config_, *std::move(transformer_), std::move(pool),
-                                              collective_.get(), backend_.get()));
+  if (start->num_query_slots > static_cast<uint64_t>(memory_.num_query_slots)) {
+    return absl::InternalError(absl::StrCat("Start names ", start->num_query_slots,
+                                            " query slots, this rank has ",
+                                            memory_.num_query_slots));
+  }
+  ZIPAGE_ASSIGN_OR_RETURN(
+      KvPool pool,
+      KvPool::Create(memory_.kv, static_cast<int64_t>(start->num_kv_blocks), backend_.get()));
+  ZIPAGE_ASSIGN_OR_RETURN(
+      runner_, ModelRunner::Create(config_, *std::move(transformer_), std::move(pool),
+                                   static_cast<int64_t>(start->num_query_slots), collective_.get(),
+                                   backend_.get()));
   return absl::OkStatus();
 }
 
@@ -268,6 +262,26 @@ absl::Status Worker::RunPlans() {
 }
 
 }  // namespace
+
+absl::StatusOr<std::unique_ptr<Backend>> MakeBackend(const Config& config) {
+  const bool has_cuda = NumCudaDevices() > 0;
+  if (config.device == "cuda" || (config.device == "auto" && has_cuda)) {
+    if (has_cuda && config.tp > 1) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "tp is ", config.tp, ", which device cuda does not do; use tp 1 or device cpu"));
+    }
+    if (const std::string policy = ResolveCompression(config).compression_policy;
+        has_cuda && policy != "none") {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "compression_policy is ", config.compression_policy,
+          ", but device cuda keeps the full KV cache; use compression_policy none or device cpu"));
+    }
+    return MakeCudaBackend(/*device=*/0);
+  }
+  const int threads =
+      config.cpu_threads > 0 ? config.cpu_threads : CpuBackend::DefaultThreads(config.tp);
+  return std::make_unique<CpuBackend>(threads);
+}
 
 absl::Status RunWorker(const WorkerOptions& options, const Config& config) {
   Worker worker(options, config);

@@ -9,6 +9,7 @@
 
 #include "proto/config.h"
 #include "proto/status.h"
+#include "worker/backend.h"
 #include "worker/comm/shared_memory.h"
 
 namespace zipage {
@@ -21,6 +22,9 @@ struct WorkerOptions {
   // Shared by all ranks of the epoch; null: none was handed over.
   std::shared_ptr<SharedMemory> shared_memory;
 };
+
+// What the rank computes on. kInvalidArgument for a device that this build lacks.
+absl::StatusOr<std::unique_ptr<Backend>> MakeBackend(const Config& config);
 
 // Returns when the scheduler says so (OK) or with the error that was reported to it as WorkerError.
 // Blocks; run one per thread. A scheduler that is gone is not noticed: the process's life pipe does

@@ -24,6 +24,9 @@ using Json = nlohmann::ordered_json;
 constexpr int32_t kMaxInt = std::numeric_limits<int32_t>::max();
 constexpr int32_t kMaxSamples = 128;
 constexpr int32_t kMaxLogprobs = 20;
+// As the engine's options of these names.
+constexpr int32_t kMaxNgramSize = 1024;
+constexpr int32_t kMaxNgramCount = 1'000'000;
 constexpr size_t kMaxStops = 64;
 constexpr size_t kMaxStopBytes = 1024;
 constexpr size_t kMaxStopTokenIds = 1024;
@@ -249,6 +252,18 @@ constexpr FieldSpec kFields[] = {
      [](const Field& f, BodyFields* b) { return f.ReadBool(&b->request->skip_special_tokens); }},
     {"return_token_ids", kBoth,
      [](const Field& f, BodyFields* b) { return f.ReadBool(&b->request->return_token_ids); }},
+    {"kv_budget", kBoth,
+     [](const Field& f, BodyFields* b) {
+       return f.ReadInt32(1, kMaxInt, &b->request->kv_budget.emplace());
+     }},
+    {"repetition_ngram_size", kBoth,
+     [](const Field& f, BodyFields* b) {
+       return f.ReadInt32(0, kMaxNgramSize, &b->request->repetition_ngram_size.emplace());
+     }},
+    {"repetition_ngram_count", kBoth,
+     [](const Field& f, BodyFields* b) {
+       return f.ReadInt32(2, kMaxNgramCount, &b->request->repetition_ngram_count.emplace());
+     }},
     {"response_format", kBoth, ReadResponseFormat},
     {"echo", kBoth, ReadFalse},
     {"stream", kBoth, ReadFalse},

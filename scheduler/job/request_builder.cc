@@ -23,7 +23,7 @@ constexpr int64_t kCompletionsMaxTokens = 16;
 constexpr float kGreedyTemperature = 1e-5F;
 
 // Always false, so that a caller can return it.
-bool Refuse(RequestError* error, std::string_view field, std::string message,
+bool Refuse(RequestError* error, std::string_view field, const std::string& message,
             int status_code = 400) {
   error->field = std::string(field);
   error->message = Printable(message, 1000);
@@ -54,6 +54,10 @@ RequestBuilder::RequestBuilder(const Tokenizer* tokenizer, Templates templates, 
   // An id the model cannot produce ends nothing, and the worker checks ids against its vocabulary.
   std::erase_if(options_.eos_token_ids,
                 [&](int32_t id) { return id < 0 || id >= options_.vocab_size; });
+  if (options_.repetition_penalty > 0) {
+    options_.defaults.repetition_penalty = options_.repetition_penalty;
+  }
+  if (options_.compresses) CHECK_GT(options_.block_size, 0);
 }
 
 BuildResult RequestBuilder::Build(ParsedRequest request) const {
@@ -77,7 +81,8 @@ BuildResult RequestBuilder::Build(ParsedRequest request) const {
     return error;
   }
   built.model = request.model.value_or(names.empty() ? options_.default_name : names[0]);
-  if (!BuildPrompt(&request, &built, &error) || !BuildSampling(request, &built, &error)) {
+  if (!BuildPrompt(&request, &built, &error) || !BuildSampling(request, &built, &error) ||
+      !BuildBudget(request, &built, &error) || !BuildGuard(request, &built, &error)) {
     return error;
   }
   built.custom_id = std::move(request.custom_id);
@@ -215,6 +220,53 @@ bool RequestBuilder::BuildSampling(const ParsedRequest& request, BuiltRequest* b
                   absl::StrFormat("stop_token_ids holds all %d ids of the vocabulary, which leaves "
                                   "nothing for min_tokens %d; give fewer, or min_tokens 0",
                                   options_.vocab_size, sampling.min_tokens));
+  }
+  return true;
+}
+
+bool RequestBuilder::BuildBudget(const ParsedRequest& request, BuiltRequest* built,
+                                 RequestError* error) const {
+  if (!request.kv_budget.has_value()) return true;
+  const int64_t budget = *request.kv_budget;
+  if (!options_.compresses) {
+    return Refuse(error, "kv_budget",
+                  absl::StrFormat("kv_budget is %d, but the engine keeps the full cache "
+                                  "(compression_policy none); leave it out",
+                                  budget));
+  }
+  const int64_t num_blocks = (budget + options_.block_size - 1) / options_.block_size;
+  if (num_blocks * options_.block_size < options_.num_always_kept) {
+    return Refuse(error, "kv_budget",
+                  absl::StrFormat("kv_budget is %d, but the query window and the attention sinks "
+                                  "keep %d tokens; give at least that",
+                                  budget, options_.num_always_kept));
+  }
+  if (num_blocks + 1 > options_.num_blocks) {
+    const int64_t most = (options_.num_blocks - 1) * options_.block_size;
+    return Refuse(
+        error, "kv_budget",
+        absl::StrFormat("kv_budget is %d, which takes %d blocks of %d and one to fill, "
+                        "but the KV cache has %d; %s",
+                        budget, num_blocks, options_.block_size, options_.num_blocks,
+                        most > 0 ? absl::StrFormat("give at most %d", most) : "leave it out"));
+  }
+  built->options.max_cache_blocks = static_cast<int>(num_blocks);
+  return true;
+}
+
+bool RequestBuilder::BuildGuard(const ParsedRequest& request, BuiltRequest* built,
+                                RequestError* error) const {
+  RequestOptions& options = built->options;
+  options.repetition_ngram_size =
+      request.repetition_ngram_size.value_or(options_.repetition_ngram_size);
+  options.repetition_ngram_count =
+      request.repetition_ngram_count.value_or(options_.repetition_ngram_count);
+  if (options.repetition_ngram_size == 0 && !request.repetition_ngram_size.has_value() &&
+      request.repetition_ngram_count.has_value()) {
+    return Refuse(error, "repetition_ngram_count",
+                  absl::StrFormat("repetition_ngram_count is %d without repetition_ngram_size; "
+                                  "give both",
+                                  *request.repetition_ngram_count));
   }
   return true;
 }

@@ -62,7 +62,8 @@ struct ParsedRequest {
   // Absent: true for a text completion, false for chat (the template writes its own).
   std::optional<bool> add_special_tokens;
 
-  // Absent fields get the model's generation defaults, then those of SamplingParams.
+  // Absent fields get the engine's or the model's generation defaults, then those of
+  // SamplingParams.
   std::optional<float> temperature;
   std::optional<float> top_p;
   std::optional<int32_t> top_k;  // 0 is off
@@ -79,6 +80,11 @@ struct ParsedRequest {
   bool ignore_eos = false;
   // Alternatives to report per token besides the sampled one's own; absent reports nothing.
   std::optional<int32_t> num_logprobs;
+
+  // Absent fields get the engine's options. Tokens that a compression keeps of each sample.
+  std::optional<int32_t> kv_budget;
+  std::optional<int32_t> repetition_ngram_size;  // 0 is off
+  std::optional<int32_t> repetition_ngram_count;
 
   bool include_stop_str_in_output = false;
   bool skip_special_tokens = true;

@@ -1,6 +1,7 @@
 #include "scheduler/job/result.h"
 
 #include <algorithm>
+#include <cmath>
 #include <nlohmann/json.hpp>
 #include <utility>
 
@@ -104,14 +105,22 @@ Json ChoiceJson(const CompletionResult& result, const CompletionChoice& choice) 
   return json;
 }
 
+double OneDecimal(double value) { return std::round(value * 10) / 10; }
+
 Json UsageJson(const CompletionUsage& usage) {
+  Json kept;  // null
+  if (usage.kv_tokens_kept.has_value()) {
+    kept = {{"prompt", OneDecimal(usage.kv_tokens_kept->prompt)},
+            {"output", OneDecimal(usage.kv_tokens_kept->output)}};
+  }
   return {{"prompt_tokens", usage.prompt_tokens},
           {"completion_tokens", usage.completion_tokens},
           {"total_tokens", usage.prompt_tokens + usage.completion_tokens},
           {"prompt_tokens_details", {{"cached_tokens", usage.cached_tokens}}},
           {"cached_tokens", usage.cached_tokens},
           {"kv_tokens_peak", usage.kv_tokens_peak},
-          {"compressions", usage.compressions}};
+          {"compressions", usage.compressions},
+          {"kv_tokens_kept", std::move(kept)}};
 }
 
 Json LineJson(std::string_view request_id, Json custom_id) {

@@ -39,20 +39,30 @@ struct CompletionChoice {
   std::vector<int32_t> token_ids;  // written if return_token_ids
   // One entry per token of token_ids if log-probabilities were asked for.
   std::vector<TokenTextLogprobs> logprobs;
-  // kStopToken, kStopString or kLength: a cancelled or corrupted request is a failure, not a
-  // result.
+  // kStopToken, kStopString, kLength or kRepetition: a cancelled or corrupted request is a failure,
+  // not a result.
   FinishReason finish_reason = FinishReason::kStopToken;
-  // The stop string or stop token id that ended it; null for end of sequence and length (vLLM's
-  // field).
+  // The stop string or stop token id that ended it; null for end of sequence, length and repetition
+  // (vLLM's field).
   std::variant<std::monostate, std::string, int32_t> stop_reason;
+};
+
+// What a compressed choice kept in its last compression: tokens of the prompt and of the output,
+// mean over layers and KV heads. Together they are the choice's budget.
+struct KvTokensKept {
+  double prompt = 0;
+  double output = 0;
 };
 
 struct CompletionUsage {
   int64_t prompt_tokens = 0;
   int64_t completion_tokens = 0;  // over all choices
   int64_t cached_tokens = 0;      // prompt tokens found in the prefix cache
-  int64_t kv_tokens_peak = 0;     // most positions one sequence held in the KV cache
+  int64_t kv_tokens_peak = 0;     // most tokens one choice held in the KV cache
   int64_t compressions = 0;       // over all choices
+  // Mean over the choices that were compressed, so that `prompt` compares with prompt_tokens; null
+  // if none was. Written with one decimal.
+  std::optional<KvTokensKept> kv_tokens_kept;
 };
 
 struct CompletionResult {

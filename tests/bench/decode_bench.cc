@@ -102,8 +102,9 @@ absl::StatusOr<Measurement> Measure(Config config, int batch, int steps, int con
       Transformer::Create(model, std::move(weights), config.max_num_batched_tokens, &collective,
                           &backend));
   ZIPAGE_ASSIGN_OR_RETURN(KvPool pool, KvPool::Create(shape, config.num_kvcache_blocks, &backend));
-  ZIPAGE_ASSIGN_OR_RETURN(auto runner, ModelRunner::Create(config, std::move(transformer),
-                                                           std::move(pool), &collective, &backend));
+  ZIPAGE_ASSIGN_OR_RETURN(auto runner,
+                          ModelRunner::Create(config, std::move(transformer), std::move(pool),
+                                              /*num_query_slots=*/0, &collective, &backend));
   uint64_t step = 0;
   for (int slot = 0; slot < batch; ++slot) {
     StepPlan plan;

@@ -30,9 +30,13 @@ namespace {
 
 volatile sig_atomic_t told_to_stop = 0;
 
+// Every flag has a value but --dry_run.
 std::map<std::string, std::string> Flags(int argc, char** argv) {
   std::map<std::string, std::string> flags;
-  for (int i = 1; i + 1 < argc; i += 2) flags[argv[i]] = argv[i + 1];
+  for (int i = 1; i < argc; ++i) {
+    const std::string name = argv[i];
+    flags[name] = name == "--dry_run" || i + 1 == argc ? "" : argv[++i];
+  }
   return flags;
 }
 
@@ -123,6 +127,19 @@ class FakeJobs {
   EngineStatus status_;
 };
 
+int PrintPlan(const std::map<std::string, std::string>& flags) {
+  const std::string mode = Variable("FAKE_WORKER");
+  if (mode == "fail") {
+    FailWith(flags, "model is /m, which has no config.json; give another");
+    return 2;
+  }
+  const std::string text =
+      mode == "hang" ? std::to_string(getpid()) + "\n" : ReadText(flags.at("--config"));
+  if (write(STDOUT_FILENO, text.data(), text.size()) < 0) return 99;
+  while (mode == "hang") pause();
+  return 0;
+}
+
 }  // namespace
 
 int FakeSchedulerMain(int argc, char** argv) {
@@ -159,6 +176,7 @@ int FakeWorkerMain(int argc, char** argv) {
   MaybeLeaveSession(/*dies_with_parent=*/true);
   const std::map<std::string, std::string> flags = Flags(argc, argv);
   WatchLife(std::stoi(flags.at("--life_fd")), "");
+  if (flags.contains("--dry_run")) return PrintPlan(flags);
   if (Variable("FAKE_WORKER") == "fail" && flags.at("--rank") == "0") {
     return FailWith(flags, "model.safetensors is truncated; copy it again");
   }

@@ -10,6 +10,9 @@
 //   FAKE_FAILED_LINES=N      that many lines of a job fail (default 0)
 //   FAKE_ENDLESS=1           jobs never finish
 //   FAKE_WORKER=fail         rank 0 ends with status 1 and a reason
+// A worker that is started with --dry_run prints its configuration as the plan; then
+//   FAKE_WORKER=fail         it ends with status 2 and a reason instead
+//   FAKE_WORKER=hang         it prints its pid and waits for its end
 
 namespace zipage {
 

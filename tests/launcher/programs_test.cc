@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "launcher/run_directory.h"
+#include "proto/config.h"
 #include "tests/launcher/processes.h"
 #include "tests/launcher/temp_dir.h"
 
@@ -129,6 +130,55 @@ TEST_F(ProgramsTest, WrongArgumentsEndWithStatusTwoAndOneLine) {
   auto second_task = Launch({{"SLURM_PROCID", "1"}}, 1);
   EXPECT_EQ(second_task->Wait(), 2);
   EXPECT_NE(second_task->err().find("srun --ntasks=1"), std::string::npos);
+}
+
+TEST_F(ProgramsTest, ADryRunPrintsThePlanOfAWorkerAndTouchesNothing) {
+  std::vector<std::string> flags = {"--dry_run", "--kvcache_block_size", "32", "--run_dir",
+                                    dir_ / "here"};
+  for (const std::string& flag : JobFlags()) flags.push_back(flag);
+  auto launch = Launch({}, 3, flags);
+  EXPECT_EQ(launch->Wait(), 0) << launch->err();
+  EXPECT_EQ(launch->err(), "");
+  Config config;
+  config.model = dir_.path();
+  config.tp = 3;
+  config.device = "cpu";  // As it was resolved.
+  config.kvcache_block_size = 32;
+  EXPECT_EQ(launch->out(), ToToml(config));
+  EXPECT_FALSE(fs::exists(dir_ / "here"));
+  EXPECT_FALSE(fs::exists(dir_ / "out.jsonl"));
+  EXPECT_FALSE(fs::exists(base()));
+}
+
+TEST_F(ProgramsTest, ADryRunPassesOnWhyThereIsNoPlan) {
+  auto failed = Launch({{"FAKE_WORKER", "fail"}}, 1, {"--dry-run"});
+  EXPECT_EQ(failed->Wait(), 2);
+  EXPECT_EQ(failed->err(), "zipage-launch: model is /m, which has no config.json; give another\n");
+  EXPECT_EQ(failed->out(), "");
+  auto invalid = Launch({}, 1, {"--dry_run", "--pooling_size", "4"});
+  EXPECT_EQ(invalid->Wait(), 2);
+  EXPECT_EQ(invalid->err(), "zipage-launch: pooling_size is 4; give an odd number\n");
+  fs::remove(dir_ / "zipage-worker");
+  auto missing = Launch({}, 1, {"--dry_run"});
+  EXPECT_EQ(missing->Wait(), 1);
+  EXPECT_NE(missing->err().find(dir_ / "zipage-worker"), std::string::npos) << missing->err();
+}
+
+TEST_F(ProgramsTest, ADryRunEndsWithItsWorkerWhoeverIsKilled) {
+  for (const int number : {SIGTERM, SIGINT, SIGKILL}) {
+    auto launch = Launch({{"FAKE_WORKER", "hang"}}, 1, {"--dry_run"});
+    ASSERT_TRUE(Eventually([&] { return launch->out().find('\n') != std::string::npos; }));
+    const pid_t worker = std::atoi(launch->out().c_str());
+    kill(launch->pid(), number);
+    EXPECT_EQ(launch->Wait(), 128 + number);
+    EXPECT_TRUE(Eventually([&] { return IsGone(worker); }, std::chrono::seconds(3)));
+  }
+  auto launch = Launch({{"FAKE_WORKER", "hang"}}, 1, {"--dry_run"});
+  ASSERT_TRUE(Eventually([&] { return launch->out().find('\n') != std::string::npos; }));
+  kill(std::atoi(launch->out().c_str()), SIGKILL);
+  EXPECT_EQ(launch->Wait(), 1);
+  EXPECT_NE(launch->err().find("was killed by signal 9 (Killed)"), std::string::npos)
+      << launch->err();
 }
 
 TEST_F(ProgramsTest, HelpDocumentsTheExitStatuses) {

@@ -99,6 +99,24 @@ TEST(ProgressLineTest, ShowsWhatMatters) {
             "0 lines  0 failed  0 tok/s  0 running  0 waiting  kv 0%  stopping");
 }
 
+TEST(ProgressLineTest, CountsCompressionsOnceThereAreAny) {
+  EngineStatus engine = SomeEngine();
+  engine.num_compressions = 1234;
+  EXPECT_EQ(ProgressLine(engine, SomeJob(), 345.6, 65),
+            "12/200 lines  1 failed  345 tok/s  8 running  4 waiting  kv 25%  1.23k compressions  "
+            "eta 1m05s");
+}
+
+TEST(SparklineTest, DrawsSharesOfTheTop) {
+  EXPECT_EQ(Sparkline({}, 1), "");
+  EXPECT_EQ(Sparkline({0, 1, 2, 3, 4, 5, 6, 7}, 7), "▁▂▃▄▅▆▇█");
+  EXPECT_EQ(Sparkline({0.07F, 0.08F, 0.92F, 0.93F}, 1), "▁▂▇█");
+  EXPECT_EQ(Sparkline({5, 5}, 5), "██");
+  EXPECT_EQ(Sparkline({0, 0}, 0), "▁▁") << "nothing ran";
+  const float infinity = std::numeric_limits<float>::infinity();
+  EXPECT_EQ(Sparkline({-1, 9, infinity, -infinity, std::nanf("")}, 1), "▁██▁▁");
+}
+
 TEST(StartupLineTest, NamesEveryRankEvenThoseNotHeard) {
   EngineStatus engine;
   engine.workers.push_back({1, 71, WorkerPhase::kLoadingWeights, 0, 0, ""});
@@ -119,6 +137,79 @@ TEST(SummaryTest, GivesTheNumbersOfTheJob) {
   EXPECT_NE(Summary(SomeEngine(), job, 12)
                 .find("failed: 11 of 200 lines succeeded, 1 failed: disk full?"),
             std::string::npos);
+}
+
+size_t CountBars(const std::string& text) {
+  size_t n = 0;
+  for (const char* bar : {"▁", "▂", "▃", "▄", "▅", "▆", "▇", "█"}) {
+    for (size_t at = text.find(bar); at != std::string::npos; at = text.find(bar, at + 1)) ++n;
+  }
+  return n;
+}
+
+EngineStatus CompressingEngine() {
+  EngineStatus engine = SomeEngine();
+  engine.num_query_slots = 12;
+  engine.num_used_query_slots = 7;
+  engine.num_swapped = 3;
+  engine.num_swaps_out = 5;
+  engine.num_compressions = 420;
+  engine.compression_seconds = 0.65;
+  engine.running_history = {1, 8, 6};
+  engine.block_history = {0.125F, 1, 0.75F};
+  engine.history_seconds = 16;
+  return engine;
+}
+
+TEST(SummaryTest, ShowsCompressionAndTheCourseOfTheRun) {
+  const std::string text = Summary(CompressingEngine(), SomeJob(), 12);
+  for (const char* part : {"concurrency  ▂█▆  min 1.0, mean 5.0, max 8.0\n",
+                           "kv cache     ▂█▆  min 12%, mean 62%, max 100%\n",
+                           "compressions 420, 1.3% of the device's time; 5 swaps to the host\n"}) {
+    EXPECT_NE(text.find(part), std::string::npos) << part << " in " << text;
+  }
+  const std::string none = Summary(SomeEngine(), SomeJob(), 12);
+  for (const char* part : {"compress", "concurrency", "kv cache"}) {
+    EXPECT_EQ(none.find(part), std::string::npos) << part << " in " << none;
+  }
+}
+
+TEST(SummaryTest, DrawsALongRunInOneLineOfATerminal) {
+  for (size_t n = 1; n <= 64; ++n) {
+    EngineStatus engine = SomeEngine();
+    // Only the last part differs: it must not get lost, and must not leak into the others.
+    engine.running_history.assign(n, 4);
+    engine.running_history.back() = 0;
+    engine.block_history.assign(n, 1);
+    const std::string text = Summary(engine, SomeJob(), 12);
+    EXPECT_EQ(CountBars(text), 2 * (n <= 32 ? n : (n + 1) / 2)) << n << text;
+    EXPECT_NE(text.find("min 0.0, mean"), std::string::npos) << text;
+    // A bar is three bytes of one column; half of them are in the other line.
+    const size_t begin = text.find("concurrency");
+    EXPECT_LT(text.find('\n', begin) - begin - CountBars(text), 80U) << text;
+  }
+}
+
+TEST(StatusTest, TableAndJsonShowCompression) {
+  const std::string table = StatusTable(CompressingEngine());
+  for (const char* part :
+       {"compress 420, 1.3% of the device's time; 7 of 12 query slots used, 3 sequences swapped (5 "
+        "swaps)\n",
+        "         ▂█▆  min 1.0, mean 5.0, max 8.0\n",
+        "         ▂█▆  min 12%, mean 62%, max 100%\n"}) {
+    EXPECT_NE(table.find(part), std::string::npos) << part << " in " << table;
+  }
+  EXPECT_EQ(StatusTable(SomeEngine()).find("compress"), std::string::npos);
+  const nlohmann::json json = nlohmann::json::parse(StatusJson(CompressingEngine()));
+  EXPECT_EQ(json["num_query_slots"], 12);
+  EXPECT_EQ(json["num_used_query_slots"], 7);
+  EXPECT_EQ(json["num_swapped"], 3);
+  EXPECT_EQ(json["num_swaps_out"], 5);
+  EXPECT_EQ(json["num_compressions"], 420);
+  EXPECT_EQ(json["compression_seconds"], 0.65);
+  EXPECT_EQ(json["running_history"], nlohmann::json({1.0, 8.0, 6.0}));
+  EXPECT_EQ(json["block_history"], nlohmann::json({0.125, 1.0, 0.75}));
+  EXPECT_EQ(json["history_seconds"], 16.0);
 }
 
 TEST(StatusTest, TableAndJsonHoldEveryWorkerAndJob) {

@@ -103,6 +103,24 @@ TEST_F(SupervisorTest, AChildInheritsOnlyWhatItIsGiven) {
   for (int fd : {given[0], given[1], stray[0], stray[1]}) close(fd);
 }
 
+TEST_F(SupervisorTest, OnlyAChildThatPrintsResultsGetsTheStandardOutput) {
+  for (const bool prints_results : {false, true}) {
+    ProcessSpec spec = Shell(
+        "a", "fds=$(readlink /proc/$$/fd/1 /proc/$$/fd/2); echo \"$fds\" > " + (dir_ / "fds"));
+    spec.prints_results = prints_results;
+    FileDescriptor saved(dup(STDOUT_FILENO));
+    FileDescriptor results(open((dir_ / "results").c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0600));
+    dup2(results.get(), STDOUT_FILENO);
+    const absl::Status started = supervisor_->Start(spec);
+    dup2(saved.get(), STDOUT_FILENO);
+    ASSERT_TRUE(started.ok()) << started;
+    ASSERT_TRUE(NextEnd(supervisor_.get()).Exited(0));
+    const std::string fds = ReadText(dir_ / "fds");
+    EXPECT_EQ(fds.substr(0, fds.find('\n')) == dir_ / "results", prints_results) << fds;
+    EXPECT_EQ(fds.find(dir_ / "results", fds.find('\n')), std::string::npos) << fds;
+  }
+}
+
 TEST_F(SupervisorTest, EnvironmentIsReplacedAndSignalsAreDefault) {
   ProcessSpec spec =
       Shell("a", "echo $HOME > " + (dir_ / "home") +

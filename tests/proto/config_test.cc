@@ -64,7 +64,34 @@ Config Unusual() {
   config.kvcache_block_size = 32;
   config.num_kvcache_blocks = 2147483647;
   config.kv_cache_memory_gb = 0.1;
+  config.gpu_memory_utilization = 0.55;
+  config.swap_space_gb = 1e-9;
   config.enable_prefix_cache = false;
+  config.compression_policy = "paper";
+  config.max_cache_blocks_per_seq = 3;
+  config.query_cache_len = 64;
+  config.pin_prompt = "on";
+  config.score_share = 1.0 / 7;
+  config.use_global_score = false;
+  config.decay_factor = 0;
+  config.max_norm = true;
+  config.enable_pooling = false;
+  config.continues_pooling = true;
+  config.pooling_size = 255;
+  config.use_similarity = false;
+  config.lightning_similarity = false;
+  config.similarity_lambda = 0.5;
+  config.similarity_temperature = 1e-3;
+  config.use_attention_sink = true;
+  config.sink_len = 65536;
+  config.compress_prefill = true;
+  config.enable_async_compress = false;
+  config.enable_hybrid_engine = false;
+  config.adaptive_kv_budget = true;
+  config.layer_stride = 1;
+  config.repetition_penalty = 1.05;
+  config.repetition_ngram_size = 20;
+  config.repetition_ngram_count = 1000000;
   config.seed = -9223372036854775807 - 1;
   config.generation_config = "none";
   config.collective = "gloo";
@@ -115,7 +142,7 @@ TEST_F(ConfigTest, TakesEveryOptionAsAFlag) {
   const Config config = Unusual();
   const auto entries = ParseToml(ToToml(config));
   ASSERT_TRUE(entries.ok()) << entries.status();
-  ASSERT_EQ(entries->size(), 26U) << "an option was added: extend Unusual()";
+  ASSERT_EQ(entries->size(), 53U) << "an option was added: extend Unusual()";
   std::vector<std::string> separate;
   std::vector<std::string> joined;
   for (const TomlEntry& entry : *entries) {
@@ -191,6 +218,12 @@ TEST_F(ConfigTest, NamesWhatItDoesNotUnderstand) {
   ExpectError({"--max-num-seq=3"}, "unknown option --max_num_seq; did you mean --max_num_seqs?");
   ExpectError({"--frobnicate_everything"}, "unknown option --frobnicate_everything; --help");
   ExpectError({"--no_enable_prefix_cach"}, "did you mean --no_enable_prefix_cache?");
+  ExpectError({"--continuous_pooling"}, "did you mean --continues_pooling?");
+  ExpectError({"--query_cache_length=8"}, "did you mean --query_cache_len?");
+  ExpectError({"--max-cache-blocks", "8"}, "did you mean --max_cache_blocks_per_seq?");
+  ExpectError({"--no_use_similarty"}, "did you mean --no_use_similarity?");
+  ExpectError({"--kv_budget=512"}, "unknown option --kv_budget; --help");
+  ExpectError({"--repetition_ngram=4"}, "unknown option --repetition_ngram; --help");  // Two.
   ExpectError({"stray"}, "unexpected argument \"stray\"");
   ExpectError({"--tp", "two"}, "tp is \"two\"; give a whole number");
   ExpectError({"--tp=1.5"}, "tp is \"1.5\"");
@@ -264,6 +297,8 @@ TEST_F(ConfigTest, PrintsVersionAndHelp) {
   const auto entries = ParseToml(ToToml(config));
   ASSERT_TRUE(entries.ok());
   for (const TomlEntry& entry : *entries) EXPECT_THAT(help, HasSubstr("--" + entry.key));
+  EXPECT_THAT(help, HasSubstr("begin alike. Default: on."));
+  EXPECT_THAT(help, HasSubstr("first sink_len slots. Default: off."));
 }
 
 Config Valid() {
@@ -287,6 +322,24 @@ TEST_F(ConfigTest, ChecksEveryRangeAtBothEnds) {
       {"kvcache_block_size", {"16", "256"}, {"15", "257"}},
       {"num_kvcache_blocks", {"0", "2147483647"}, {"-1", "2147483648"}},
       {"kv_cache_memory_gb", {"0", "1048576"}, {"-0.1", "1048577", "nan", "inf"}},
+      {"gpu_memory_utilization", {"0.01", "1"}, {"0", "0.009", "1.01", "-1", "nan"}},
+      {"swap_space_gb", {"0", "1048576"}, {"-0.1", "1048577", "nan", "inf"}},
+      {"compression_policy",
+       {"auto", "none", "paper", "pinned_score", "pinned_random", "recency"},
+       {"", "None", "snapkv", "pinned"}},
+      {"max_cache_blocks_per_seq", {"1", "65536"}, {"0", "65537", "-1"}},
+      {"query_cache_len", {"1", "64"}, {"0", "65", "-1"}},
+      {"pin_prompt", {"auto", "on", "off"}, {"true", ""}},
+      {"score_share", {"0", "1"}, {"-0.001", "1.001", "nan"}},
+      {"decay_factor", {"0", "1"}, {"-0.001", "1.001", "nan"}},
+      {"pooling_size", {"1", "3", "255"}, {"0", "-1", "256", "257", "2", "254"}},
+      {"similarity_lambda", {"0", "1"}, {"-0.001", "1.001", "nan"}},
+      {"similarity_temperature", {"0.001", "1000"}, {"0", "0.0009", "1001", "nan"}},
+      {"sink_len", {"1", "65536"}, {"0", "65537", "-1"}},
+      {"layer_stride", {"1", "1024"}, {"0", "1025", "-1"}},
+      {"repetition_penalty", {"0", "0.01", "1", "100"}, {"-0.1", "0.009", "100.1", "nan"}},
+      {"repetition_ngram_size", {"0", "1", "1024"}, {"-1", "1025"}},
+      {"repetition_ngram_count", {"2", "1000000"}, {"1", "0", "1000001"}},
       {"generation_config", {"auto", "none"}, {"vllm"}},
       {"collective", {"auto", "shm", "gloo"}, {"nccl"}},
       {"cpu_threads", {"0", "1024"}, {"-1", "1025"}},
@@ -343,20 +396,84 @@ TEST_F(ConfigTest, RefusesContradictions) {
   }
 }
 
+TEST_F(ConfigTest, RefusesSwitchesThatDoNothingWithThePolicy) {
+  const std::string policies[] = {"auto",          "paper",   "pinned_score",
+                                  "pinned_random", "recency", "none"};
+  const std::pair<std::string, size_t> switches[] = {
+      // How many of the policies, from the first, have a use for it.
+      {"compress_prefill", 5},       {"adaptive_kv_budget", 5}, {"pin_prompt=on", 5},
+      {"use_attention_sink", 5},     {"max_norm", 3},           {"continues_pooling", 3},
+      {"no_use_similarity", 6},      {"no_enable_pooling", 6},  {"pin_prompt=off", 6},
+      {"no_enable_hybrid_engine", 6}};
+  for (const auto& [flag, num_policies] : switches) {
+    for (size_t i = 0; i < std::size(policies); ++i) {
+      Config config = Valid();
+      ASSERT_TRUE(Parse({"--compression_policy=" + policies[i], "--" + flag}, &config).ok());
+      const absl::Status status = Validate(config);
+      EXPECT_EQ(status.ok(), i < num_policies) << flag << " " << policies[i] << " " << status;
+      if (status.ok()) continue;
+      const std::string name = flag.substr(0, flag.find('='));
+      EXPECT_THAT(std::string(status.message()), HasSubstr(name + " is "));
+      EXPECT_THAT(std::string(status.message()), HasSubstr("compression_policy " + policies[i]));
+    }
+  }
+}
+
+TEST_F(ConfigTest, WantsRoomForWhatEveryCompressionKeeps) {
+  struct Row {
+    std::vector<std::string> arguments;
+    std::string error;  // Empty: accepted.
+  };
+  const Row table[] = {
+      {{"--kvcache_block_size=16", "--query_cache_len=16"}, ""},
+      {{"--kvcache_block_size=16", "--query_cache_len=17"},
+       "query_cache_len is 17, but the query window lies in one block of kvcache_block_size 16"},
+      {{"--kvcache_block_size=16", "--query_cache_len=17", "--compression_policy=none"}, ""},
+      {{"--continues_pooling", "--no_enable_pooling"},
+       "continues_pooling is on, but enable_pooling is off"},
+      {{"--max_cache_blocks_per_seq=1", "--use_attention_sink", "--sink_len=240"}, ""},
+      {{"--max_cache_blocks_per_seq=1", "--use_attention_sink", "--sink_len=241"},
+       "query_cache_len 16 and sink_len 241 keep 257 slots, but max_cache_blocks_per_seq 1 of "
+       "kvcache_block_size 256 hold 256; lower sink_len or raise max_cache_blocks_per_seq"},
+      {{"--max_cache_blocks_per_seq=1", "--sink_len=241"}, ""},
+      {{"--max_cache_blocks_per_seq=65536", "--use_attention_sink", "--sink_len=65536"}, ""},
+  };
+  for (const Row& row : table) {
+    Config config = Valid();
+    ASSERT_TRUE(Parse(row.arguments, &config).ok());
+    const absl::Status status = Validate(config);
+    EXPECT_EQ(status.ok(), row.error.empty()) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(row.error));
+  }
+}
+
 TEST_F(ConfigTest, DigestsWhatRanksMustShareAndNothingLocal) {
   const auto entries = ParseToml(ToToml(Unusual()));
   ASSERT_TRUE(entries.ok());
-  const std::vector<std::string> shared = {"tp",           "device",
-                                           "dtype",        "max_model_len",
-                                           "max_num_seqs", "max_num_batched_tokens",
-                                           "seed",         "generation_config",
-                                           "collective",   "kvcache_block_size"};
+  const std::vector<std::string> local = {"model",
+                                          "served_model_name",
+                                          "num_kvcache_blocks",
+                                          "kv_cache_memory_gb",
+                                          "gpu_memory_utilization",
+                                          "swap_space_gb",
+                                          "enable_prefix_cache",
+                                          "cpu_threads",
+                                          "init_timeout_s",
+                                          "heartbeat_timeout_s",
+                                          "step_timeout_s",
+                                          "collective_timeout_s",
+                                          "drain_timeout_s",
+                                          "max_line_mb",
+                                          "job_endpoint",
+                                          "curve_key_file",
+                                          "curve_allowed_clients_file",
+                                          "insecure_tcp"};
   for (const TomlEntry& entry : *entries) {
     Config changed;
     ASSERT_TRUE(Parse({"--" + entry.key + "=" + entry.value}, &changed).ok()) << entry.key;
     ASSERT_FALSE(changed == Config()) << entry.key << " is at its default in Unusual()";
-    const bool is_shared = std::find(shared.begin(), shared.end(), entry.key) != shared.end();
-    EXPECT_EQ(Digest(changed) != Digest(Config()), is_shared) << entry.key;
+    const bool is_local = std::find(local.begin(), local.end(), entry.key) != local.end();
+    EXPECT_EQ(Digest(changed) == Digest(Config()), is_local) << entry.key;
   }
 }
 

@@ -43,7 +43,9 @@ class RandomMessages {
                      .kv_block_bytes = U64(),
                      .compute_dtype = Text(),
                      .max_positions = U64(),
-                     .vocab_size = U64()};
+                     .vocab_size = U64(),
+                     .num_query_slots = U64(),
+                     .num_host_blocks = U64()};
       case 2:
         return Heartbeat{.rank = U32(), .phase = Phase(), .step = U64()};
       case 3:
@@ -69,15 +71,18 @@ class RandomMessages {
       for (uint64_t k = Below(4); k > 0; --k) sampled.logprobs.push_back({I32(), Logprob()});
     }
     result.corrupted = Ints();
-    result.finished_compressions = Ints();
+    for (uint64_t n = Below(3); n > 0; --n) {
+      result.finished_compressions.push_back({I32(), static_cast<float>(Below(5000)) / 7});
+    }
     result.device_micros = U64();
+    result.compression_micros = U64();
     return result;
   }
 
   SchedulerMessage Scheduler() {
     switch (Below(4)) {
       case 0:
-        return Start{.num_kv_blocks = U64()};
+        return Start{.num_kv_blocks = U64(), .num_query_slots = U64()};
       case 1:
         return Shutdown{};
       default:
@@ -101,12 +106,15 @@ class RandomMessages {
     for (uint64_t n = Below(70); n > 0; --n) plan.appended_blocks.push_back({I32(), I32()});
     for (uint64_t n = Below(70); n > 0; --n) plan.chunks.push_back({I32(), I32(), I32(), Bool()});
     plan.num_decoding = U32();
-    for (uint64_t n = Below(3); n > 0; --n) plan.compressions.push_back({I32(), Ints(), Ints()});
     for (uint64_t n = Below(3); n > 0; --n) {
-      Swap& swap = plan.swaps.emplace_back();
-      swap = {I32(), Bool(), Ints(), {}};
-      for (size_t i = 0; i < swap.device_blocks.size(); ++i) swap.host_blocks.push_back(I32());
+      plan.compressions.push_back({I32(), Ints(), Ints(), U32()});
     }
+    for (uint64_t n = Below(3); n > 0; --n) {
+      plan.swaps.push_back({I32(), Bool(), Ints()});
+    }
+    plan.paused = Ints();
+    plan.resumed = Ints();
+    for (uint64_t n = Below(5); n > 0; --n) plan.query_slots.push_back({I32(), I32()});
     return plan;
   }
 
@@ -146,12 +154,20 @@ class RandomMessages {
     status.job_endpoint = Text();
     status.uptime = Double();
     status.device_seconds = Double();
+    status.compression_seconds = Double();
+    status.history_seconds = Double();
+    for (uint64_t n = Below(5); n > 0; --n) {
+      status.running_history.push_back(static_cast<float>(Below(1000)) / 3);
+      status.block_history.push_back(static_cast<float>(Below(1000)) / 1000);
+    }
     status.block_size = U32();
     for (uint64_t* field :
          {&status.step, &status.num_blocks, &status.num_free_blocks, &status.num_cached_blocks,
           &status.num_used_blocks, &status.num_running, &status.num_waiting, &status.peak_running,
           &status.num_preemptions, &status.prompt_tokens, &status.cached_tokens,
-          &status.recomputed_tokens, &status.output_tokens}) {
+          &status.recomputed_tokens, &status.output_tokens, &status.num_query_slots,
+          &status.num_used_query_slots, &status.num_swapped, &status.num_swaps_out,
+          &status.num_compressions}) {
       *field = U64();
     }
     for (uint64_t n = Below(4); n > 0; --n) {

@@ -143,7 +143,8 @@ TEST(WireTest, RefusesParallelListsOfDifferentLength) {
                   p.initChunkSamples(65);
                 }),
                 "StepPlan.chunkSamples has 65 entries");
-  ExpectRefused(plan([](auto p) { p.initSwaps(1)[0].initHostBlocks(4); }), "Swap.hostBlocks has 4");
+  ExpectRefused(plan([](auto p) { p.initQuerySlotOwners(2); }),
+                "StepPlan.querySlots has 0 entries, querySlotOwners has 2");
 }
 
 TEST(WireTest, RefusesLogprobRowsThatDoNotFitTheirTokens) {

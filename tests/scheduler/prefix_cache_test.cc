@@ -57,6 +57,7 @@ TEST(PrefixCacheTest, ADuplicateRenewsTheIdleBlockOfItsContent) {
   cache.Hold(a, 0, kB, 2);   // and continued.
   EXPECT_EQ(cache.BlockOf(a), 1) << "rather the one in use";
   ASSERT_TRUE(cache.KeepIdle(2));
+  cache.CheckInvariants();
   ASSERT_FALSE(cache.KeepIdle(1));
   cache.CheckInvariants();
   EXPECT_EQ(cache.Reclaim(), 2) << "the child, though block 0 was idle before it";

@@ -47,9 +47,9 @@ TEST(SchedulerTest, EndsAtMaxTokensOrModelLengthOrPoolSize) {
       world.RunToEnd(depth);
       EXPECT_EQ(request->sequences[0].tokens.size(), static_cast<size_t>(expected));
       EXPECT_EQ(request->sequences[0].finish_reason, FinishReason::kLength);
-      EXPECT_EQ(world.scheduler.TakeFinished().size(), 1U);
+      EXPECT_EQ(world.TakeFinished().size(), 1U);
       EXPECT_TRUE(world.scheduler.idle());
-      EXPECT_EQ(world.worker.num_slots(), 0U) << "the release was sent";
+      EXPECT_EQ(world.worker->num_slots(), 0U) << "the release was sent";
     }
   }
 }
@@ -79,9 +79,9 @@ TEST(SchedulerTest, DecodesEverySequenceInEveryStepBesideChunks) {
 TEST(SchedulerTest, NoticesAStopTokenAStepLateAndDropsTheSurplus) {
   World world(SmallOptions());
   SamplingParams sampling = MaxTokens(50);
-  const std::vector<TokenId> alone = FakeWorker::OutputAlone(Prompt(6), 56, sampling, 0, 50);
+  const std::vector<TokenId> alone = RunAlone(SmallOptions(), Prompt(6), sampling).output;
   sampling.stop_token_ids = {alone[3]};
-  const auto expected = FakeWorker::OutputAlone(Prompt(6), 56, sampling, 0, 50);
+  const std::vector<TokenId> expected = RunAlone(SmallOptions(), Prompt(6), sampling).output;
   Request* request = world.Submit(1, Prompt(6), sampling);
   size_t num_text = 0;
   while (!request->finished()) {
@@ -96,12 +96,12 @@ TEST(SchedulerTest, NoticesAStopTokenAStepLateAndDropsTheSurplus) {
   EXPECT_EQ(request->sequences[0].finish_reason, FinishReason::kStopToken);
   EXPECT_TRUE(std::ranges::equal(request->sequences[0].output(), expected));
   EXPECT_EQ(world.results.size(), 1U) << "the surplus step";
-  EXPECT_TRUE(world.scheduler.TakeFinished().empty()) << "a step in flight mentions it";
+  EXPECT_TRUE(world.TakeFinished().empty()) << "a step in flight mentions it";
   ASSERT_TRUE(world.Plan());
   EXPECT_EQ(world.plans.back().released.size(), 1U) << "a plan of nothing but a release";
   EXPECT_EQ(world.plans.back().num_decoding, 0U);
   EXPECT_TRUE(world.Apply().empty());
-  EXPECT_EQ(world.scheduler.TakeFinished().size(), 1U);
+  EXPECT_EQ(world.TakeFinished().size(), 1U);
   EXPECT_FALSE(world.Plan());
   world.Apply();
   EXPECT_TRUE(world.scheduler.idle());
@@ -126,11 +126,7 @@ TEST(SchedulerTest, SamplesOfOnePromptShareItsBlocks) {
     Request* other = world.Submit(2, Prompt(50), MaxTokens(10));
     world.RunToEnd(2);
     EXPECT_EQ(other->sequences[0].num_cached_tokens, enable_prefix_cache ? 48 : 0);
-    for (const Sequence& sequence : request->sequences) {
-      EXPECT_TRUE(std::ranges::equal(
-          sequence.output(),
-          FakeWorker::OutputAlone(Prompt(50), 60, request->sampling, sequence.sample_index, 50)));
-    }
+    world.ExpectAllAsAlone();
   }
 }
 
@@ -145,12 +141,7 @@ TEST(SchedulerTest, APreemptedSequenceIsRecomputedFromItsCachedBlocks) {
     EXPECT_EQ(first->sequences[0].num_preemptions, 0) << "the oldest";
     EXPECT_GT(second->sequences[0].num_preemptions, 0);
     EXPECT_GT(world.scheduler.stats().recomputed_tokens, 0);
-    for (Request* request : {first, second}) {
-      const auto prompt = request->prompt();
-      EXPECT_TRUE(std::ranges::equal(
-          request->sequences[0].output(),
-          FakeWorker::OutputAlone({prompt.begin(), prompt.end()}, 40, request->sampling, 0, 50)));
-    }
+    world.ExpectAllAsAlone();
   }
 }
 
@@ -184,7 +175,7 @@ TEST(SchedulerTest, ACorruptedSlotEndsItsSequenceAlone) {
   Request* request = world.Submit(1, Prompt(6), MaxTokens(9), 3);
   ASSERT_TRUE(world.Plan());
   ASSERT_TRUE(world.Plan());
-  world.worker.CorruptNext(*request->sequences[1].sequence_slot);
+  world.worker->CorruptNext(*request->sequences[1].sequence_slot);
   world.RunToEnd(3);
   EXPECT_EQ(request->sequences[0].finish_reason, FinishReason::kLength);
   EXPECT_EQ(request->sequences[1].finish_reason, FinishReason::kCorrupted);
@@ -203,7 +194,7 @@ TEST(SchedulerTest, CancelEndsAJobAndNoOther) {
   world.scheduler.CancelJob(4711);
   world.scheduler.CheckInvariants();
   world.RunToEnd(2);
-  const auto finished = world.scheduler.TakeFinished();
+  const auto finished = world.TakeFinished();
   ASSERT_EQ(finished.size(), 20U);
   for (const auto& request : finished) {
     const bool cancelled = request->job_id == 2;
@@ -227,7 +218,7 @@ TEST(SchedulerTest, AfterStopAdmissionOnlyStartedRequestsRunToTheirEnd) {
   EXPECT_TRUE(world.scheduler.idle());
   EXPECT_TRUE(started->finished());
   EXPECT_GT(world.scheduler.stats().num_preemptions, 0);
-  EXPECT_EQ(world.scheduler.TakeFinished().size(), 1U);
+  EXPECT_EQ(world.TakeFinished().size(), 1U);
   EXPECT_EQ(world.scheduler.stats().num_waiting, 4);
   world.scheduler.CheckInvariants();
 }
@@ -240,7 +231,7 @@ TEST(SchedulerTest, ASmallJobIsNotHeldUpByALargeOne) {
   for (size_t num_small = 0; num_small < 4;) {
     ASSERT_TRUE(world.Plan());
     world.Apply();
-    for (const auto& request : world.scheduler.TakeFinished()) {
+    for (const auto& request : world.TakeFinished()) {
       ++(request->job_id == 2 ? num_small : num_before);
     }
   }
@@ -265,7 +256,7 @@ TEST(SchedulerTest, ALargeRequestIsNotOvertakenForEverByAStreamOfSmallOnes) {
     while (world.scheduler.stats().num_waiting < 8) add_small();
     ASSERT_TRUE(world.Plan());
     world.Apply();
-    std::ranges::move(world.scheduler.TakeFinished(), std::back_inserter(finished));
+    std::ranges::move(world.TakeFinished(), std::back_inserter(finished));
   }
   EXPECT_EQ(large->sequences[0].output().size(), 10U);
   world.RunToEnd(2);
@@ -279,7 +270,8 @@ TEST(SchedulerTest, PlansAStepOfFourThousandDecodingSequences) {
                        .max_num_batched_tokens = 8 * kNum,
                        .block_size = 16,
                        .num_blocks = kNum * 32,
-                       .max_model_len = 4096});
+                       .max_model_len = 4096,
+                       .compression = {}});
   for (uint64_t id = 0; id < kNum; ++id) {
     scheduler.Submit(std::make_unique<Request>(
         id, 1, Prompt(8 + static_cast<int>(id) % 16, 20 * static_cast<TokenId>(id)), MaxTokens(400),

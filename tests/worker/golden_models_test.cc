@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "gtest/gtest.h"
+#include "tests/worker/driver.h"
 #include "tests/worker/golden.h"
 #include "tests/worker/ranks.h"
 

@@ -1,85 +1,46 @@
 #include "worker/kv_pool.h"
 
-#include <string>
-
-#include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "worker/cpu_backend.h"
+#include "worker/query_windows.h"
 
 namespace zipage {
 namespace {
-
-using testing::HasSubstr;
-
-class BackendWithMemory : public CpuBackend {
- public:
-  explicit BackendWithMemory(size_t bytes) : CpuBackend(1), bytes_(bytes) {}
-  absl::StatusOr<size_t> AvailableMemory() const override { return bytes_; }
-
- private:
-  size_t bytes_;
-};
 
 constexpr size_t kMiB = 1 << 20;
 // 2 * 4 layers * 256 positions * 4 heads * 32 * 4 bytes = 1 MiB a block
 constexpr KvShape kShape{.num_layers = 4, .block_size = 256, .kv_heads = 4, .head_dim = 32};
 
-TEST(KvPoolTest, ABlockIsAllLayersKeysAndValues) {
+TEST(KvPoolTest, ABlockIsAllLayersKeysValuesAndScores) {
   EXPECT_EQ(kShape.block_bytes(), kMiB);
   KvShape half = kShape;
   half.dtype = DType::kBFloat16;
   EXPECT_EQ(half.block_bytes(), kMiB / 2);
-}
-
-TEST(KvPoolTest, TheGivenNumberWins) {
-  Config config;
-  config.num_kvcache_blocks = 77;
-  config.kv_cache_memory_gb = 1;
-  EXPECT_EQ(*CountKvBlocks(config, kShape, 4096, BackendWithMemory(77 * kMiB)), 77);
-  const absl::Status status =
-      CountKvBlocks(config, kShape, 4096, BackendWithMemory(76 * kMiB)).status();
-  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_THAT(std::string(status.message()), HasSubstr("give at most 76"));
-}
-
-TEST(KvPoolTest, TheGivenMemoryIsFilled) {
-  Config config;
-  config.kv_cache_memory_gb = 0.5;
-  EXPECT_EQ(*CountKvBlocks(config, kShape, 4096, BackendWithMemory(512 * kMiB)), 512);
-  const absl::Status status =
-      CountKvBlocks(config, kShape, 4096, BackendWithMemory(511 * kMiB)).status();
-  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_THAT(std::string(status.message()), HasSubstr("kv_cache_memory_gb is 0.5"));
-}
-
-TEST(KvPoolTest, AutomaticallyTakesHalfSharedByTheRanksButNoMoreThanCanBeUsed) {
-  Config config;
-  config.max_num_seqs = 256;
-  EXPECT_EQ(*CountKvBlocks(config, kShape, 1 << 20, BackendWithMemory(1000 * kMiB)), 500);
-  config.tp = 2;
-  EXPECT_EQ(*CountKvBlocks(config, kShape, 1 << 20, BackendWithMemory(1000 * kMiB)), 250);
-  EXPECT_EQ(*CountKvBlocks(config, kShape, 1 << 20, BackendWithMemory(100'000 * kMiB)), 2048);
-  config.max_num_seqs = 10;
-  EXPECT_EQ(*CountKvBlocks(config, kShape, 300, BackendWithMemory(1000 * kMiB)), 20);
-  config.max_num_seqs = 1;
-  EXPECT_EQ(*CountKvBlocks(config, kShape, 16, BackendWithMemory(1000 * kMiB)), 2);
-}
-
-TEST(KvPoolTest, FewerThanTwoBlocksIsAnErrorWithTheCure) {
-  const absl::Status status =
-      CountKvBlocks(Config(), kShape, 4096, BackendWithMemory(kMiB)).status();
-  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_THAT(std::string(status.message()), HasSubstr("2 blocks of 256 positions"));
-  EXPECT_THAT(std::string(status.message()), HasSubstr("kv_cache_memory_gb 0.002 or more"));
+  half.has_scores = true;
+  EXPECT_EQ(half.block_bytes(), kMiB / 2 + 4 * 256 * 4 * sizeof(float));
 }
 
 TEST(KvPoolTest, PlanesOfLayersDoNotOverlap) {
   CpuBackend backend(1);
-  const auto pool = KvPool::Create(kShape, 3, &backend);
+  KvShape shape = kShape;
+  shape.has_scores = true;
+  const auto pool = KvPool::Create(shape, 3, &backend);
   ASSERT_TRUE(pool.ok());
   const auto* first = static_cast<uint8_t*>(pool->key(0));
-  EXPECT_EQ(static_cast<uint8_t*>(pool->value(0)) - first, 3 * kShape.plane_bytes());
-  EXPECT_EQ(static_cast<uint8_t*>(pool->value(3)) - first, 7 * 3 * kShape.plane_bytes());
+  const auto offset = [first](void* plane) { return static_cast<uint8_t*>(plane) - first; };
+  EXPECT_EQ(offset(pool->value(0)), 3 * kShape.plane_bytes());
+  EXPECT_EQ(offset(pool->value(3)), 7 * 3 * kShape.plane_bytes());
+  EXPECT_EQ(offset(pool->key(2)), 2 * pool->kv_layer_stride() * sizeof(float));
+  EXPECT_EQ(offset(pool->stored_scores(0)), 8 * 3 * kShape.plane_bytes());
+  EXPECT_EQ(pool->stored_scores(3) - pool->stored_scores(0), 3 * pool->score_layer_stride());
+  EXPECT_EQ(offset(pool->stored_scores(3) + pool->score_layer_stride()), 3 * shape.block_bytes());
+}
+
+TEST(KvPoolTest, WithoutScoresThereAreNone) {
+  CpuBackend backend(1);
+  const auto pool = KvPool::Create(kShape, 3, &backend);
+  ASSERT_TRUE(pool.ok());
+  EXPECT_EQ(pool->stored_scores(0), nullptr);
 }
 
 TEST(KvPoolTest, APoolLargerThanMemoryCostsNothingUntilItIsWritten) {
@@ -88,6 +49,18 @@ TEST(KvPoolTest, APoolLargerThanMemoryCostsNothingUntilItIsWritten) {
   ASSERT_TRUE(pool.ok()) << pool.status();
   static_cast<float*>(pool->value(3))[0] = 1.0F;
   EXPECT_EQ(static_cast<float*>(pool->value(3))[1], 0.0F);
+}
+
+TEST(KvPoolTest, QueryWindowsOfLayersDoNotOverlap) {
+  CpuBackend backend(1);
+  const QueryWindowShape shape{
+      .num_layers = 3, .window = 16, .q_heads = 8, .head_dim = 32, .dtype = DType::kBFloat16};
+  EXPECT_EQ(shape.slot_bytes(), 3 * 16 * 8 * 32 * 2);
+  const auto windows = QueryWindows::Create(shape, 5, &backend);
+  ASSERT_TRUE(windows.ok());
+  EXPECT_EQ(static_cast<uint8_t*>(windows->layer(2)) - static_cast<uint8_t*>(windows->layer(0)),
+            2 * 5 * shape.plane_bytes());
+  EXPECT_EQ(windows->layer_stride(), 5 * 16 * 8 * 32);
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "tests/worker/driver.h"
 #include "tests/worker/golden.h"
 #include "tests/worker/ranks.h"
 

@@ -1,12 +1,10 @@
 #pragma once
-// Tensor-parallel ranks as threads of the test, and a driver that plays the scheduler for them.
+// Tensor-parallel ranks as threads of the test.
 
 #include <condition_variable>
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <random>
-#include <string>
 #include <thread>
 #include <vector>
 
@@ -19,7 +17,8 @@
 
 namespace zipage {
 
-// One thread per rank, each with a backend, a collective and a model. The pools are full of NaN.
+// One thread per rank, each with a backend, a collective and a model. Pools and query windows are
+// full of NaN. Every sequence slot could have a query slot, unless the policy is none.
 class Ranks {
  public:
   struct Rank {
@@ -38,12 +37,15 @@ class Ranks {
   // Runs fn(rank) on every rank's thread and waits for all.
   void ForEach(const std::function<void(int rank)>& fn);
   void StartRunners();
-  // Fills every pool with NaN.
+  // Fills every pool with NaN; once the runners run, these blocks and query slots alone.
   void Poison();
+  void PoisonBlocks(const std::vector<BlockId>& blocks);
+  void PoisonQuerySlot(QuerySlot query_slot);
   absl::StatusOr<StepResult> Run(const StepPlan& plan);
 
   Rank& rank(int r) { return ranks_[r]; }
   const Config& config() const { return config_; }
+  int64_t num_query_slots() const;
 
  private:
   void Load(int rank);
@@ -59,47 +61,6 @@ class Ranks {
   int num_running_ = 0;
   bool stops_ = false;
   std::vector<std::thread> threads_;
-};
-
-// A request of a test.
-struct TestRequest {
-  std::vector<TokenId> prompt;
-  SamplingParams sampling;
-  uint32_t sample_index = 0;
-  int64_t chunk_size = 1 << 20;  // of prefill
-  std::vector<TokenId> output;   // so far
-  std::vector<BlockId> prefix;   // blocks that hold the first tokens already
-  // Set by the driver.
-  SequenceSlot slot = -1;
-  std::vector<BlockId> table;
-  int64_t num_cached = 0;
-  bool decodes = false;
-  bool corrupted = false;
-  std::vector<SampledToken> samples;
-};
-
-// Plays the scheduler without a budget: every added request runs in every step. Block ids are drawn
-// at random. Blocks of released requests, but for their prefix, are free again.
-class Driver {
- public:
-  Driver(Ranks* ranks, uint32_t seed);
-
-  void Add(TestRequest* request);
-  void Release(TestRequest* request);
-  // One step; appends to the requests' outputs.
-  void Step();
-  // Steps until every added request has max_tokens outputs, each released when it has.
-  void RunToEnd();
-
- private:
-  void Grow(TestRequest* request, int64_t num_cached, StepPlan* plan);
-
-  Ranks* ranks_;
-  std::vector<BlockId> free_blocks_;
-  std::vector<SequenceSlot> free_slots_;
-  std::vector<TestRequest*> running_;
-  StepPlan plan_;  // the next one, under construction
-  std::mt19937 random_;
 };
 
 }  // namespace zipage

@@ -147,7 +147,7 @@ TEST(SequenceStateTest, EveryMismatchIsInternalAndNamesStepSlotAndValues) {
        [](StepPlan* p) {
          p->chunks = {{1, 20, 1, true}};
        }},
-      {"slot 2 gets a chunk from 1, its cached length is 0",
+      {"slot 2 gets a chunk from 1, its next position is 0",
        [&](StepPlan* p) {
          add(p);
          p->chunks = {{2, 1, 1, false}};
@@ -172,7 +172,7 @@ TEST(SequenceStateTest, EveryMismatchIsInternalAndNamesStepSlotAndValues) {
          add(p);
          p->chunks = {{2, 0, 20, false}};
        }},
-      {"slot 2 runs 20 tokens from cached length 0, its blocks hold 16",
+      {"slot 2 runs 20 tokens from slot 0 of its table, its blocks hold 16",
        [&](StepPlan* p) {
          add(p).block_table = {1};
          p->chunks = {{2, 0, 20, true}};
@@ -216,19 +216,7 @@ TEST(SequenceStateTest, RunsOutOfBlocksAndPositionsWhileDecoding) {
   }
   ++plan.step;
   EXPECT_THAT(std::string(states.Apply(plan).message()),
-              HasSubstr("slot 1 runs 1 tokens from cached length 32, its blocks hold 32"));
-}
-
-TEST(SequenceStateTest, CompressionsAndSwapsAreUnimplemented) {
-  for (const bool swap : {false, true}) {
-    SequenceStates states(kLimits);
-    StepPlan plan = FirstPlan();
-    if (swap) plan.swaps.push_back({1, true, {3}, {0}});
-    if (!swap) plan.compressions.push_back({1, {3, 7}, {3}});
-    const absl::Status status = states.Apply(plan);
-    EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
-    EXPECT_THAT(std::string(status.message()), HasSubstr(swap ? "swaps" : "compressions"));
-  }
+              HasSubstr("slot 1 runs 1 tokens from slot 32 of its table, its blocks hold 32"));
 }
 
 TEST(SequenceStateTest, RandomPlansNeverBreakAnInvariant) {

@@ -124,10 +124,13 @@ class WorkerTest : public testing::Test {
       EXPECT_EQ(ready.vocab_size, 512);
       EXPECT_EQ(ready.max_positions, 512);
       EXPECT_EQ(ready.compute_dtype, "float32");
-      EXPECT_EQ(ready.kv_block_bytes, 2 * 2 * 16 * 32 * sizeof(float));
+      // Two layers of keys, values and scores.
+      EXPECT_EQ(ready.kv_block_bytes, 2 * 16 * (2 * 32 + 1) * sizeof(float));
+      EXPECT_EQ(ready.num_query_slots, 4);
+      EXPECT_EQ(ready.num_host_blocks, (int64_t{4} << 30) / ready.kv_block_bytes);
       EXPECT_GT(ready.weight_bytes, 0);
     }
-    Broadcast(Start{.num_kv_blocks = 30});
+    Broadcast(Start{.num_kv_blocks = 30, .num_query_slots = 3});
   }
 
   // Plans run one ahead of their results.
@@ -266,14 +269,60 @@ TEST_F(WorkerTest, AWrongPlanIsReportedByEveryRank) {
   ExpectError(absl::StatusCode::kInternal, "step 1: the plan decodes 1 slots, 0 slots decode");
 }
 
-TEST_F(WorkerTest, ACompressionIsUnimplemented) {
+TEST_F(WorkerTest, AStartWithMoreQuerySlotsThanFitIsReported) {
   StartWorkers(false);
+  ReceiveFromAll<Hello>();
+  ReceiveFromAll<Ready>();
+  Broadcast(Start{.num_kv_blocks = 40, .num_query_slots = 5});
+  ExpectError(absl::StatusCode::kInternal, "Start names 5 query slots, this rank has 4");
+}
+
+TEST_F(WorkerTest, TooLittleMemoryIsReportedBeforeWeightsAreLoaded) {
+  config_.num_kvcache_blocks = 0;
+  config_.kv_cache_memory_gb = 1 << 20;
+  StartWorkers(false);
+  ReceiveFromAll<Hello>();
+  ExpectError(absl::StatusCode::kResourceExhausted, "kv_cache_memory_gb is 1.04858e+06");
+}
+
+TEST_F(WorkerTest, APoolThatCannotHoldABudgetIsReported) {
+  config_.num_kvcache_blocks = 8;
+  StartWorkers(false);
+  ReceiveFromAll<Hello>();
+  ExpectError(absl::StatusCode::kInvalidArgument, "lower max_cache_blocks_per_seq to 7");
+}
+
+TEST_F(WorkerTest, CompressionsAreDoneAndReportedByRankZero) {
+  config_.tp = 2;
+  StartWorkers(true);
   HandShake();
   StepPlan plan;
   plan.step = 1;
-  plan.compressions.push_back({0, {1}, {1}});
+  NewSequence added;
+  added.sequence_slot = 2;
+  added.tokens.assign(32, 5);
+  added.num_prompt_tokens = 20;
+  added.block_table = {7, 3};
+  plan.new_sequences = {added};
+  plan.query_slots = {{2, 1}};
+  plan.chunks = {{2, 0, 32, true}};
   Broadcast(plan);
-  ExpectError(absl::StatusCode::kUnimplemented, "compressions");
+  plan = StepPlan();
+  plan.step = 2;
+  plan.compressions = {{2, {7, 3}, {7, 3}, 0}};
+  plan.num_decoding = 1;
+  Broadcast(plan);
+  ReceiveFromAll<StepResult>();
+  const std::vector<StepResult> results = ReceiveFromAll<StepResult>();
+  ASSERT_EQ(results[0].finished_compressions.size(), 1);
+  EXPECT_EQ(results[0].finished_compressions[0].sequence_slot, 2);
+  // A block is kept, of which the window (the whole block) is output but for four tokens.
+  EXPECT_EQ(results[0].finished_compressions[0].prompt_tokens_kept, 4);
+  EXPECT_GT(results[0].device_micros, results[0].compression_micros);
+  EXPECT_TRUE(results[1].finished_compressions.empty());
+  Broadcast(Shutdown());
+  Join();
+  for (const absl::Status& status : statuses_) EXPECT_TRUE(status.ok()) << status;
 }
 
 }  // namespace

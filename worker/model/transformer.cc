@@ -11,47 +11,59 @@ absl::StatusOr<Transformer> Transformer::Create(const ModelConfig& config, Weigh
                                                 int64_t max_tokens, Collective* collective,
                                                 Backend* backend) {
   Transformer transformer(config, std::move(weights), collective, backend);
-  ZIPAGE_RETURN_IF_ERROR(transformer.Allocate(max_tokens));
+  for (const Activation& activation :
+       Activations(config, transformer.weights_.shard, transformer.weights_.dtype, max_tokens,
+                   collective->rank(), collective->size())) {
+    ZIPAGE_ASSIGN_OR_RETURN(transformer.*activation.memory,
+                            backend->Allocate(activation.bytes, "activations"));
+  }
   return transformer;
 }
 
-absl::Status Transformer::Allocate(int64_t max_tokens) {
-  const ModelShard& shard = weights_.shard;
-  const size_t element = DTypeSize(weights_.dtype);
-  const auto allocate = [&](int64_t rows, int64_t columns, size_t size, DeviceMemory* memory) {
-    absl::StatusOr<DeviceMemory> allocated =
-        backend_->Allocate(rows * columns * size, "activations");
-    if (!allocated.ok()) return allocated.status();
-    *memory = *std::move(allocated);
-    return absl::OkStatus();
-  };
-  const int64_t hidden = config_.hidden_size;
+std::vector<Transformer::Activation> Transformer::Activations(const ModelConfig& config,
+                                                              const ModelShard& shard, DType dtype,
+                                                              int64_t max_tokens, int rank,
+                                                              int tp) {
+  const size_t element = DTypeSize(dtype);
+  const size_t hidden = max_tokens * config.hidden_size * element;
   const int64_t heads = shard.heads.size();
-  const int64_t qkv = (heads + 2 * shard.kv_heads.size()) * config_.head_dim;
+  const int64_t qkv = (heads + 2 * shard.kv_heads.size()) * config.head_dim;
   const int64_t intermediate = shard.intermediate.size();
-  ZIPAGE_RETURN_IF_ERROR(allocate(max_tokens, hidden, element, &x_));
-  ZIPAGE_RETURN_IF_ERROR(allocate(max_tokens, hidden, element, &residual_));
-  ZIPAGE_RETURN_IF_ERROR(allocate(max_tokens, qkv, element, &qkv_));
-  ZIPAGE_RETURN_IF_ERROR(allocate(max_tokens, heads * config_.head_dim, element, &attention_));
-  ZIPAGE_RETURN_IF_ERROR(allocate(max_tokens, 2 * intermediate, element, &gate_up_));
-  ZIPAGE_RETURN_IF_ERROR(allocate(max_tokens, intermediate, element, &mlp_));
-  ZIPAGE_RETURN_IF_ERROR(allocate(max_tokens, hidden, element, &final_));
-  const int tp = collective_->size();
-  if (collective_->rank() == 0) {
-    ZIPAGE_RETURN_IF_ERROR(allocate(kMaxLogitRows, config_.vocab_size, sizeof(float), &logits_));
+  std::vector<Activation> activations = {
+      {&Transformer::x_, hidden},
+      {&Transformer::residual_, hidden},
+      {&Transformer::qkv_, max_tokens * qkv * element},
+      {&Transformer::attention_, max_tokens * heads * config.head_dim * element},
+      {&Transformer::gate_up_, max_tokens * 2 * intermediate * element},
+      {&Transformer::mlp_, max_tokens * intermediate * element},
+      {&Transformer::final_, hidden}};
+  if (rank == 0) {
+    activations.push_back(
+        {&Transformer::logits_, kMaxLogitRows * config.vocab_size * sizeof(float)});
   }
-  if (tp == 1) return absl::OkStatus();
-  if (weights_.dtype != DType::kFloat32) {
-    ZIPAGE_RETURN_IF_ERROR(allocate(max_tokens, hidden, sizeof(float), &partial_));
+  if (tp == 1) return activations;
+  if (dtype != DType::kFloat32) {
+    activations.push_back(
+        {&Transformer::partial_, max_tokens * config.hidden_size * sizeof(float)});
   }
   // Ranks gather equal sizes, so the last rows of the smaller shards are padding.
-  const int64_t largest_shard = (config_.vocab_size + tp - 1) / tp;
-  ZIPAGE_RETURN_IF_ERROR(allocate(kMaxLogitRows, largest_shard, sizeof(float), &shard_logits_));
-  if (collective_->rank() != 0) return absl::OkStatus();
-  return allocate(tp * kMaxLogitRows, largest_shard, sizeof(float), &all_logits_);
+  const size_t shard_logits = kMaxLogitRows * ((config.vocab_size + tp - 1) / tp) * sizeof(float);
+  activations.push_back({&Transformer::shard_logits_, shard_logits});
+  if (rank == 0) activations.push_back({&Transformer::all_logits_, tp * shard_logits});
+  return activations;
 }
 
-absl::Status Transformer::Forward(const Batch& batch, const KvPool& pool) {
+size_t Transformer::ActivationBytes(const ModelConfig& config, const ModelShard& shard, DType dtype,
+                                    int64_t max_tokens, int rank, int tp) {
+  size_t bytes = 0;
+  for (const Activation& activation : Activations(config, shard, dtype, max_tokens, rank, tp)) {
+    bytes += activation.bytes;
+  }
+  return bytes;
+}
+
+absl::Status Transformer::Forward(const Batch& batch, const KvPool& pool,
+                                  const QueryWindows* windows) {
   const int64_t tokens = batch.num_tokens;
   CHECK(tokens >= 1 && tokens * config_.hidden_size * DTypeSize(weights_.dtype) <= x_.bytes())
       << tokens << " tokens";
@@ -59,7 +71,7 @@ absl::Status Transformer::Forward(const Batch& batch, const KvPool& pool) {
   for (int i = 0; i < config_.num_layers; ++i) {
     const LayerWeights& layer = weights_.layers[i];
     Norm(layer.input_norm, /*add_residual=*/i > 0, tokens);
-    ZIPAGE_RETURN_IF_ERROR(Attention(i, batch, pool));
+    ZIPAGE_RETURN_IF_ERROR(Attention(i, batch, pool, windows));
     Norm(layer.post_attention_norm, /*add_residual=*/true, tokens);
     ZIPAGE_RETURN_IF_ERROR(Mlp(layer, tokens));
   }
@@ -101,7 +113,8 @@ void Transformer::Norm(const DeviceMemory& weight, bool add_residual, int64_t to
                      .dtype = weights_.dtype});
 }
 
-absl::Status Transformer::Attention(int layer, const Batch& batch, const KvPool& pool) {
+absl::Status Transformer::Attention(int layer, const Batch& batch, const KvPool& pool,
+                                    const QueryWindows* windows) {
   const LayerWeights& w = weights_.layers[layer];
   const auto heads = static_cast<int>(weights_.shard.heads.size());
   const auto kv_heads = static_cast<int>(weights_.shard.kv_heads.size());
@@ -124,6 +137,7 @@ absl::Status Transformer::Attention(int layer, const Batch& batch, const KvPool&
                           .head_dim = config_.head_dim,
                           .norm_eps = config_.rms_norm_eps,
                           .dtype = weights_.dtype});
+  if (windows != nullptr && batch.num_queries > 0) StoreQueries(layer, batch, *windows);
   backend_->PagedAttention({.q = qkv_.as(),
                             .key_cache = pool.key(layer),
                             .value_cache = pool.value(layer),
@@ -140,8 +154,24 @@ absl::Status Transformer::Attention(int layer, const Batch& batch, const KvPool&
                             .kv_heads = kv_heads,
                             .head_dim = config_.head_dim,
                             .scale = 1.0F / std::sqrt(static_cast<float>(config_.head_dim)),
-                            .dtype = weights_.dtype});
+                            .dtype = weights_.dtype,
+                            .num_tokens = batch.num_tokens});
   return MultiplyAndReduce(w.o.get(), attention_.as(), batch.num_tokens);
+}
+
+void Transformer::StoreQueries(int layer, const Batch& batch, const QueryWindows& windows) {
+  const QueryWindowShape& shape = windows.shape();
+  const auto kv_heads = static_cast<int64_t>(weights_.shard.kv_heads.size());
+  backend_->StoreQueries({.q = qkv_.as(),
+                          .token = batch.query_tokens,
+                          .window_row = batch.window_rows,
+                          .window = windows.layer(layer),
+                          .count = batch.num_queries,
+                          .num_rows = windows.num_slots() * shape.window,
+                          .q_stride = (shape.q_heads + 2 * kv_heads) * config_.head_dim,
+                          .q_heads = shape.q_heads,
+                          .head_dim = config_.head_dim,
+                          .dtype = weights_.dtype});
 }
 
 absl::Status Transformer::Mlp(const LayerWeights& layer, int64_t tokens) {

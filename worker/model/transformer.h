@@ -15,6 +15,7 @@
 #include "worker/kv_pool.h"
 #include "worker/model/model_config.h"
 #include "worker/model/weights.h"
+#include "worker/query_windows.h"
 
 namespace zipage {
 
@@ -28,10 +29,13 @@ struct Batch {
   const int32_t* context_len = nullptr;   // [num_seqs] cached slots after this step
   const int32_t* block_tables = nullptr;  // [num_seqs, max_blocks]
   const int32_t* logit_rows = nullptr;    // [num_logit_rows] tokens whose logits are wanted
+  const int32_t* query_tokens = nullptr;  // [num_queries] tokens whose queries are kept
+  const int64_t* window_rows = nullptr;   // [num_queries] where: query slot * window + place
   int64_t num_tokens = 0;
   int num_seqs = 0;
   int max_blocks = 0;
   int64_t num_logit_rows = 0;
+  int64_t num_queries = 0;
 };
 
 class Transformer {
@@ -44,9 +48,15 @@ class Transformer {
                                             int64_t max_tokens, Collective* collective,
                                             Backend* backend);
 
-  // Runs all layers; keys and values of the new tokens go to the pool. The final hidden states of
-  // logit_rows stay for Logits. REQUIRES: batch.num_tokens in [1, max_tokens].
-  absl::Status Forward(const Batch& batch, const KvPool& pool);
+  // Bytes of activations of one rank.
+  static size_t ActivationBytes(const ModelConfig& config, const ModelShard& shard, DType dtype,
+                                int64_t max_tokens, int rank, int tp);
+
+  // Runs all layers; keys and values of the new tokens go to the pool, the rotated queries of
+  // query_tokens to the windows (null: none are kept). The final hidden states of logit_rows stay
+  // for Logits. REQUIRES: batch.num_tokens in [1, max_tokens].
+  absl::Status Forward(const Batch& batch, const KvPool& pool,
+                       const QueryWindows* windows = nullptr);
 
   // Logits of entries [first, first + count) of the last batch's logit_rows: device, [count,
   // vocab_size] float32 on rank 0, null on others. Valid until the next call; may be overwritten.
@@ -60,11 +70,19 @@ class Transformer {
   Transformer(const ModelConfig& config, Weights weights, Collective* collective, Backend* backend)
       : config_(config), weights_(std::move(weights)), collective_(collective), backend_(backend) {}
 
-  absl::Status Allocate(int64_t max_tokens);
+  // A buffer of the activations and its size.
+  struct Activation {
+    DeviceMemory Transformer::*memory;
+    size_t bytes;
+  };
+  static std::vector<Activation> Activations(const ModelConfig& config, const ModelShard& shard,
+                                             DType dtype, int64_t max_tokens, int rank, int tp);
   // residual = embeddings of the batch's tokens.
   absl::Status Embed(const Batch& batch);
   // x = attention(x), x = mlp(x); both summed over ranks.
-  absl::Status Attention(int layer, const Batch& batch, const KvPool& pool);
+  absl::Status Attention(int layer, const Batch& batch, const KvPool& pool,
+                         const QueryWindows* windows);
+  void StoreQueries(int layer, const Batch& batch, const QueryWindows& windows);
   absl::Status Mlp(const LayerWeights& layer, int64_t tokens);
   // x = sum over ranks of linear * in.
   absl::Status MultiplyAndReduce(Linear* linear, const void* in, int64_t tokens);

@@ -198,6 +198,19 @@ ModelShard MakeModelShard(const ModelConfig& config, int rank, int tp) {
           .vocab = EvenShard(config.vocab_size, rank, tp)};
 }
 
+size_t WeightBytes(const ModelConfig& config, const ModelShard& shard, DType dtype,
+                   DType embedding_dtype, int64_t max_position) {
+  const int64_t hidden = config.hidden_size;
+  const int64_t heads = shard.heads.size() * config.head_dim;
+  const int64_t kv_heads = shard.kv_heads.size() * config.head_dim;
+  const int64_t matrices = hidden * (2 * heads + 2 * kv_heads + 3 * shard.intermediate.size());
+  const int64_t norms = 2 * hidden + (config.qk_norm ? 2 * config.head_dim : 0);
+  const int64_t table = shard.vocab.size() * hidden;
+  return config.num_layers * (matrices * DTypeSize(dtype) + norms * sizeof(float)) +
+         table * (DTypeSize(embedding_dtype) + DTypeSize(dtype)) + hidden * sizeof(float) +
+         max_position * config.head_dim * sizeof(float);
+}
+
 absl::StatusOr<Weights> LoadWeights(const ModelConfig& config, const Checkpoint& checkpoint,
                                     int rank, int tp, DType dtype, int64_t max_position,
                                     Backend* backend) {

@@ -62,6 +62,11 @@ struct Weights {
   size_t bytes = 0;  // of all of the above
 };
 
+// Bytes of a rank's weights in memory, from the shapes alone; what the device's own form of the
+// matrices adds is not counted. max_position: rows of the rope table.
+size_t WeightBytes(const ModelConfig& config, const ModelShard& shard, DType dtype,
+                   DType embedding_dtype, int64_t max_position);
+
 // Loads rank's share of the `tp` ranks, one matrix at a time, so that the peak is the result and
 // two copies of the largest matrix. max_position: rows of the rope table. kResourceExhausted, with
 // the numbers, if memory is short. REQUIRES: CheckTensorParallel(config, tp) is OK.

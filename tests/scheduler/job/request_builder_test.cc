@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <variant>
@@ -200,6 +201,87 @@ TEST(RequestBuilderTest, FillsGapsFromTheModelsDefaultsOnly) {
   EXPECT_EQ(plain.temperature, 1.0F);
   EXPECT_EQ(plain.num_logprobs, -1);
   EXPECT_EQ(Good(R"({"prompt":"x","temperature":1e-6})").sampling.temperature, 0.0F);
+}
+
+TEST(RequestBuilderTest, PutsTheEnginesPenaltyBetweenRequestAndModel) {
+  const auto penalty = [](float by_engine, std::optional<float> by_model, const char* more) {
+    RequestBuilder::Options options = TinyOptions();
+    options.repetition_penalty = by_engine;
+    options.defaults.repetition_penalty = by_model;
+    const std::string line = R"({"id":"a","prompt":"x")" + std::string(more) + "}";
+    return Good(line, options).sampling.repetition_penalty;
+  };
+  EXPECT_EQ(penalty(0, std::nullopt, ""), 1.0F);
+  EXPECT_EQ(penalty(0, 1.05F, ""), 1.05F);
+  EXPECT_EQ(penalty(1.2F, 1.05F, ""), 1.2F);
+  EXPECT_EQ(penalty(1, 1.05F, ""), 1.0F) << "1 turns the model's penalty off";
+  EXPECT_EQ(penalty(1.2F, 1.05F, R"(,"repetition_penalty":1)"), 1.0F);
+  EXPECT_EQ(penalty(1.2F, std::nullopt, R"(,"repetition_penalty":null)"), 1.2F);
+}
+
+RequestBuilder::Options CompressingOptions() {
+  RequestBuilder::Options options = TinyOptions();
+  options.compresses = true;
+  options.block_size = 16;
+  options.num_blocks = 10;
+  options.num_always_kept = 20;
+  return options;
+}
+
+TEST(RequestBuilderTest, RoundsTheBudgetUpToBlocks) {
+  const auto blocks = [](const std::string& budget) {
+    return Good(R"({"prompt":"x","kv_budget":)" + budget + "}", CompressingOptions())
+        .options.max_cache_blocks;
+  };
+  EXPECT_EQ(blocks("null"), std::nullopt);
+  EXPECT_EQ(blocks("17"), 2);
+  EXPECT_EQ(blocks("32"), 2);
+  EXPECT_EQ(blocks("33"), 3);
+  EXPECT_EQ(blocks("144"), 9);
+}
+
+TEST(RequestBuilderTest, RefusesBudgetsThatTheEngineCannotGive) {
+  const auto bad = [](const std::string& budget, const RequestBuilder::Options& options) {
+    const RequestError error = Bad(R"({"prompt":"x","kv_budget":)" + budget + "}", options);
+    EXPECT_EQ(error.field, "kv_budget");
+    EXPECT_EQ(error.status_code, 400);
+    return error;
+  };
+  const RequestBuilder::Options options = CompressingOptions();
+  EXPECT_TRUE(Says(bad("512", TinyOptions()),
+                   "kv_budget is 512, but the engine keeps the full cache (compression_policy "
+                   "none); leave it out"));
+  EXPECT_TRUE(Says(bad("16", options),
+                   "kv_budget is 16, but the query window and the attention sinks keep 20 tokens; "
+                   "give at least that"));
+  EXPECT_TRUE(Says(bad("145", options),
+                   "kv_budget is 145, which takes 10 blocks of 16 and one to fill, but the KV "
+                   "cache has 10; give at most 144"));
+  EXPECT_TRUE(Says(bad("2147483647", options), "takes 134217728 blocks of 16"));
+  RequestBuilder::Options one_block = options;
+  one_block.num_blocks = 1;
+  EXPECT_TRUE(Says(bad("32", one_block), "leave it out"));
+}
+
+TEST(RequestBuilderTest, TakesTheGuardOfTheRequestBeforeTheEngines) {
+  const auto guard = [](int size, int count, const char* more) {
+    RequestBuilder::Options options = TinyOptions();
+    options.repetition_ngram_size = size;
+    options.repetition_ngram_count = count;
+    const RequestOptions built =
+        Good(R"({"id":"a","prompt":"x")" + std::string(more) + "}", options).options;
+    return std::pair(built.repetition_ngram_size, built.repetition_ngram_count);
+  };
+  EXPECT_EQ(guard(0, 8, "").first, 0);
+  EXPECT_EQ(guard(20, 8, ""), std::pair(20, 8));
+  EXPECT_EQ(guard(20, 8, R"(,"repetition_ngram_size":5)"), std::pair(5, 8));
+  EXPECT_EQ(guard(20, 8, R"(,"repetition_ngram_count":3)"), std::pair(20, 3));
+  EXPECT_EQ(guard(20, 8, R"(,"repetition_ngram_size":0)").first, 0);
+  EXPECT_EQ(guard(0, 8, R"(,"repetition_ngram_size":5,"repetition_ngram_count":3)"),
+            std::pair(5, 3));
+  const RequestError alone = Bad(R"({"prompt":"x","repetition_ngram_count":3})");
+  EXPECT_EQ(alone.field, "repetition_ngram_count");
+  EXPECT_TRUE(Says(alone, "repetition_ngram_count is 3 without repetition_ngram_size; give both"));
 }
 
 TEST(RequestBuilderTest, DerivesTheSameSeedAfterARestart) {

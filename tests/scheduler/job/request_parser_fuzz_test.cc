@@ -26,7 +26,8 @@ const std::vector<std::string>& Corpus() {
       R"("text":"x"}]}],"temperature":0.7,"top_p":0.9,"logprobs":true,"top_logprobs":2}})",
       R"({"custom_id":"p","method":"POST","url":"/v1/completions","body":{"prompt":["a"],)"
       R"("max_tokens":16,"stop":["\n","\u4f60"],"seed":-1,"n":2,"logit_bias":{}}})",
-      R"({"id":"t","prompt_token_ids":[1,2,3,99999],"stop_token_ids":[2],"min_tokens":1})",
+      R"({"id":"t","prompt_token_ids":[1,2,3,99999],"stop_token_ids":[2],"min_tokens":1,)"
+      R"("kv_budget":64,"repetition_ngram_size":3,"repetition_ngram_count":2})",
       R"({"id":12,"messages":[{"role":"assistant","content":null,"tool_calls":[{"type":"function",)"
       R"("function":{"name":"f","arguments":"{\"a\":[1,{\"b\":2}]}"}}]},{"role":"tool",)"
       R"("content":"4"}],"tools":[{"type":"function","function":{"name":"f"}}]})",

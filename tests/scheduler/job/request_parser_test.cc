@@ -53,7 +53,8 @@ TEST(RequestParserTest, ReadsEveryFieldOfABatchLine) {
            R"("max_tokens":9,"max_completion_tokens":8,"min_tokens":2,"n":3,"best_of":3,)"
            R"("stop":["a","b"],"stop_token_ids":[5,6],"ignore_eos":true,"logprobs":true,)"
            R"("top_logprobs":4,"include_stop_str_in_output":true,"skip_special_tokens":false,)"
-           R"("return_token_ids":true,"chat_template_kwargs":{"enable_thinking":false},)"
+           R"("return_token_ids":true,"kv_budget":2048,"repetition_ngram_size":12,)"
+           R"("repetition_ngram_count":5,"chat_template_kwargs":{"enable_thinking":false},)"
            R"("tools":[{"type":"function","function":{"name":"f"}}],"tool_choice":"auto",)"
            R"("add_generation_prompt":false,"add_special_tokens":true,"stream":false,"echo":false,)"
            R"("response_format":{"type":"text"},"logit_bias":{},"user":"u","metadata":{"x":[1]})"));
@@ -82,6 +83,9 @@ TEST(RequestParserTest, ReadsEveryFieldOfABatchLine) {
   EXPECT_TRUE(r.include_stop_str_in_output);
   EXPECT_FALSE(r.skip_special_tokens);
   EXPECT_TRUE(r.return_token_ids);
+  EXPECT_EQ(r.kv_budget, 2048);
+  EXPECT_EQ(r.repetition_ngram_size, 12);
+  EXPECT_EQ(r.repetition_ngram_count, 5);
   EXPECT_EQ(r.chat_template_kwargs.dump(), R"({"enable_thinking":false})");
   EXPECT_EQ(r.tools.size(), 1U);
   EXPECT_FALSE(r.add_generation_prompt);
@@ -93,10 +97,12 @@ TEST(RequestParserTest, LeavesAbsentFieldsAbsent) {
        {Chat(""), Short(""),
         Chat(R"("temperature":null,"top_p":null,"top_k":null,"min_p":null,"seed":null,"stop":null,)"
              R"("max_tokens":null,"logprobs":null,"top_logprobs":null,"tools":null,"n":null,)"
-             R"("repetition_penalty":null,"stream_options":null,"guided_json":null)")}) {
+             R"("repetition_penalty":null,"stream_options":null,"guided_json":null,)"
+             R"("kv_budget":null,"repetition_ngram_size":null,"repetition_ngram_count":null)")}) {
     const ParsedRequest r = Good(line);
     EXPECT_FALSE(r.temperature || r.top_p || r.top_k || r.min_p || r.repetition_penalty || r.seed ||
-                 r.max_tokens || r.num_logprobs || r.model || r.add_special_tokens);
+                 r.max_tokens || r.num_logprobs || r.model || r.add_special_tokens || r.kv_budget ||
+                 r.repetition_ngram_size || r.repetition_ngram_count);
     EXPECT_EQ(r.n, 1);
     EXPECT_TRUE(r.tools.is_null() && r.chat_template_kwargs.is_null());
     EXPECT_TRUE(r.add_generation_prompt && r.skip_special_tokens);
@@ -155,6 +161,12 @@ TEST(RequestParserTest, TakesNumbersAsUsersWriteThem) {
   EXPECT_EQ(Good(Short(R"("seed":9223372036854775807)")).seed, INT64_MAX);
   EXPECT_EQ(Good(Short(R"("seed":-9223372036854775808)")).seed, INT64_MIN);
   EXPECT_EQ(Good(Short(R"("n":128)")).n, 128);
+  EXPECT_EQ(Good(Short(R"("kv_budget":1)")).kv_budget, 1);
+  EXPECT_EQ(Good(Short(R"("kv_budget":512.0)")).kv_budget, 512);
+  EXPECT_EQ(Good(Short(R"("kv_budget":2147483647)")).kv_budget, 2147483647);
+  EXPECT_EQ(Good(Short(R"("repetition_ngram_size":0)")).repetition_ngram_size, 0);
+  EXPECT_EQ(Good(Short(R"("repetition_ngram_size":1024)")).repetition_ngram_size, 1024);
+  EXPECT_EQ(Good(Short(R"("repetition_ngram_count":2)")).repetition_ngram_count, 2);
 }
 
 TEST(RequestParserTest, NamesFieldValueAndRangeOfEveryBadValue) {
@@ -190,6 +202,16 @@ TEST(RequestParserTest, NamesFieldValueAndRangeOfEveryBadValue) {
       {R"("n":129)", "n", "129"},
       {R"("n":true)", "n", "true"},
       {R"("n":2,"best_of":3)", "best_of", "best_of is 3"},
+      {R"("kv_budget":0)", "kv_budget", "kv_budget is 0; give an integer from 1 to 2147483647"},
+      {R"("kv_budget":-256)", "kv_budget", "-256"},
+      {R"("kv_budget":255.5)", "kv_budget", "255.5"},
+      {R"("kv_budget":"2k")", "kv_budget", "\"2k\""},
+      {R"("kv_budget":2147483648)", "kv_budget", "2147483648"},
+      {R"("repetition_ngram_size":-1)", "repetition_ngram_size", "from 0 to 1024"},
+      {R"("repetition_ngram_size":1025)", "repetition_ngram_size", "1025"},
+      {R"("repetition_ngram_size":true)", "repetition_ngram_size", "true"},
+      {R"("repetition_ngram_count":1)", "repetition_ngram_count", "from 2 to 1000000"},
+      {R"("repetition_ngram_count":1000001)", "repetition_ngram_count", "1000001"},
       {R"("stop":"")", "stop", "empty"},
       {R"("stop":["a",""])", "stop[1]", "empty"},
       {R"("stop":["a",5])", "stop[1]", "5"},
@@ -206,6 +228,7 @@ TEST(RequestParserTest, NamesFieldValueAndRangeOfEveryBadValue) {
       {R"("model":5)", "model", "5"},
       {R"("temprature":1)", "temprature", "did you mean temperature?"},
       {R"("max_token":1)", "max_token", "did you mean max_tokens?"},
+      {R"("kv_buget":1)", "kv_buget", "did you mean kv_budget?"},
       {R"("answer_key_of_mine":1)", "answer_key_of_mine", "metadata"},
       {R"("prompt_logprobs":1)", "prompt_logprobs", "not supported"},
   };

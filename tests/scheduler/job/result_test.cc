@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 
 namespace zipage {
@@ -28,7 +29,8 @@ CompletionResult Chat() {
                   .completion_tokens = 2,
                   .cached_tokens = 1,
                   .kv_tokens_peak = 5,
-                  .compressions = 0};
+                  .compressions = 0,
+                  .kv_tokens_kept = std::nullopt};
   return result;
 }
 
@@ -43,7 +45,21 @@ TEST(ResultTest, WritesAChatCompletionFieldByField) {
       R"("logprobs":null,"finish_reason":"stop","stop_reason":null}],)"
       R"("usage":{"prompt_tokens":3,"completion_tokens":2,"total_tokens":5,)"
       R"("prompt_tokens_details":{"cached_tokens":1},"cached_tokens":1,"kv_tokens_peak":5,)"
-      R"("compressions":0}}},"error":null})");
+      R"("compressions":0,"kv_tokens_kept":null}}},"error":null})");
+}
+
+TEST(ResultTest, WritesWhatCompressionKeptWithOneDecimal) {
+  CompletionResult result = Chat();
+  result.usage.compressions = 3;
+  result.usage.kv_tokens_kept = KvTokensKept{.prompt = 100.0 / 3, .output = 2048 - 100.0 / 3};
+  const std::string line = FormatResult(result);
+  EXPECT_NE(line.find(R"("compressions":3,"kv_tokens_kept":{"prompt":33.3,"output":2014.7}}})"),
+            std::string::npos)
+      << line;
+  result.choices[0].finish_reason = FinishReason::kRepetition;
+  const Json choice = Json::parse(FormatResult(result))["response"]["body"]["choices"][0];
+  EXPECT_EQ(choice["finish_reason"], "repetition");
+  EXPECT_EQ(choice["stop_reason"], nullptr);
 }
 
 TEST(ResultTest, WritesATextCompletionWithTokenIds) {
