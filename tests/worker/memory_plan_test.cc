@@ -36,6 +36,7 @@ ModelConfig MakeModel() {
 MemoryRequest MakeRequest(int64_t available) {
   MemoryRequest request;
   request.config.model = "/models/m";
+  request.config.compression_policy = "pinned_score";
   request.config.max_num_seqs = 64;
   request.config.max_num_batched_tokens = 256;
   request.config.swap_space_gb = 0.25;
@@ -110,10 +111,9 @@ TEST(MemoryPlanTest, AutomaticallyTakesNoMoreThanFourGiBOfAllRanksNorThanSequenc
 TEST(MemoryPlanTest, QuerySlotsFollowTheBlocksAndNeedNoWindowsWithoutQueries) {
   MemoryRequest request = MakeRequest(10 * kGiB);
   request.config.num_kvcache_blocks = 100;
-  for (const char* policy : {"auto", "paper", "pinned_score", "pinned_random", "recency"}) {
+  for (const char* policy : {"paper", "pinned_score", "pinned_random", "recency"}) {
     request.config.compression_policy = policy;
-    const bool scores =
-        policy[0] == 'a' || policy[2] == 'p' || std::string(policy) == "pinned_score";
+    const bool scores = std::string(policy) == "paper" || std::string(policy) == "pinned_score";
     const MemoryPlan plan = *PlanMemory(request);
     EXPECT_EQ(plan.num_blocks, 100) << policy;
     EXPECT_EQ(plan.num_query_slots, 11) << policy;
