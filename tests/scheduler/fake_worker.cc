@@ -93,8 +93,8 @@ void FakeWorker::Sample(const Row& row, uint64_t attended, StepResult* result) {
   Slot& slot = slots_[row.slot];
   const auto length = static_cast<int64_t>(slot.tokens.size());
   EXPECT_EQ(slot.position, length);
-  const TokenId token = fake::NextToken(attended, length, slot.num_prompt_tokens, slot.sampling,
-                                        slot.sample_index);
+  const TokenId token =
+      fake::NextToken(attended, length, slot.num_prompt_tokens, slot.sampling, slot.sample_index);
   slot.tokens.push_back(token);
   if (corrupt_ == row.slot) {
     corrupt_.reset();

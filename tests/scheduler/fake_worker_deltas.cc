@@ -29,8 +29,8 @@ void FakeWorker::ApplyDeltas(const StepPlan& plan) {
   CheckSources(plan);
   for (const Compression& compression : plan.compressions) {
     const SequenceSlot id = compression.sequence_slot;
-    const bool stays_paused = slots_.contains(id) && slots_[id].paused &&
-                              std::ranges::count(plan.resumed, id) == 0;
+    const bool stays_paused =
+        slots_.contains(id) && slots_[id].paused && std::ranges::count(plan.resumed, id) == 0;
     Compress(compression, stays_paused || std::ranges::count(plan.paused, id) > 0);
   }
   for (const SequenceSlot slot : plan.paused) Pause(slot);
@@ -265,8 +265,7 @@ void FakeWorker::CheckSources(const StepPlan& plan) const {
           << compression.sequence_slot << " is compressed from it";
       for (const Compression& other : plan.compressions) {
         if (other.sequence_slot == compression.sequence_slot) continue;
-        const auto begin =
-            other.target_table.begin() + other.num_pinned / options_.block_size;
+        const auto begin = other.target_table.begin() + other.num_pinned / options_.block_size;
         ASSERT_EQ(std::count(begin, other.target_table.end(), block), 0)
             << "step " << step_ << " packs slot " << other.sequence_slot << " into block " << block
             << " while slot " << compression.sequence_slot << " is compressed from it";

@@ -17,12 +17,12 @@ struct Workload {
   size_t depth = 2;  // Steps in flight at most.
   int num_operations = 3000;
   double cancel_probability = 0.02;
-  double epoch_probability = 0;   // That the workers die.
-  int max_budget = 0;             // Requests ask for budgets of 1 to so many blocks; 0: they do not.
-  int max_compression_delay = 0;  // Of FakeWorkerOptions.
+  double epoch_probability = 0;  // That the workers die.
+  int max_budget = 0;            // Requests ask for budgets of 1 to so many blocks; 0: they do not.
+  int max_compression_delay = 0;   // Of FakeWorkerOptions.
   int max_prompt = 1000;           // Tokens.
   double long_probability = 0.25;  // That an output may have 300 tokens, not 30.
-  int max_open = 40;              // Requests at a time.
+  int max_open = 40;               // Requests at a time.
 };
 
 // What happened in a run, or in several.

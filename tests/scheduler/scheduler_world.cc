@@ -37,8 +37,7 @@ fake::Alone RunAlone(const SchedulerOptions& options, std::span<const TokenId> p
                      const SamplingParams& sampling, int sample_index,
                      const RequestOptions& request) {
   const auto num_prompt_tokens = static_cast<int64_t>(prompt.size());
-  return fake::RunAlone(prompt,
-                        MaxLength(options, num_prompt_tokens, sampling.max_tokens, request),
+  return fake::RunAlone(prompt, MaxLength(options, num_prompt_tokens, sampling.max_tokens, request),
                         sampling, sample_index, RulesOf(options, request));
 }
 
@@ -76,8 +75,8 @@ void World::MakeWorker() {
 
 Request* World::Submit(uint64_t id, std::vector<TokenId> prompt, SamplingParams sampling, int n,
                        uint64_t job_id, const RequestOptions& request) {
-  auto made = std::make_unique<Request>(id, job_id, std::move(prompt), std::move(sampling), n,
-                                        request);
+  auto made =
+      std::make_unique<Request>(id, job_id, std::move(prompt), std::move(sampling), n, request);
   requests_.push_back(made.get());
   scheduler.Submit(std::move(made));
   return requests_.back();
@@ -233,6 +232,42 @@ void World::ExpectEmpty() const {
   EXPECT_EQ(worker->num_used_query_slots(), 0U);
   EXPECT_EQ(worker->num_used_host_blocks(), 0);
   EXPECT_EQ(worker->num_unreported(), 0U);
+}
+
+void RunUntil(World* world, const Sequence& sequence, int64_t num_computed) {
+  while (sequence.num_computed < num_computed && !::testing::Test::HasFailure()) {
+    ASSERT_TRUE(world->Plan());
+    world->Apply();
+  }
+}
+
+SamplingParams StopAt(const SchedulerOptions& options, const std::vector<TokenId>& prompt,
+                      size_t last, const RequestOptions& request) {
+  SamplingParams sampling = MaxTokens(60);
+  for (;; ++sampling.seed) {
+    const std::vector<TokenId> output = RunAlone(options, prompt, sampling, 0, request).output;
+    if (std::ranges::find(output, output[last]) != output.begin() + static_cast<ptrdiff_t>(last)) {
+      continue;
+    }
+    sampling.stop_token_ids = {output[last]};
+    return sampling;
+  }
+}
+
+void ForEachMode(const std::function<void(const SchedulerOptions&, size_t depth)>& check) {
+  for (const bool async : {false, true}) {
+    for (const bool pin_prompt : {false, true}) {
+      for (const size_t depth : {1, 2, 5}) {
+        SCOPED_TRACE(::testing::Message()
+                     << "async " << async << " pin " << pin_prompt << " depth " << depth);
+        SchedulerOptions options = CompressingOptions();
+        options.compression.async = async;
+        options.compression.pin_prompt = pin_prompt;
+        check(options, depth);
+        if (::testing::Test::HasFailure()) return;
+      }
+    }
+  }
 }
 
 }  // namespace zipage

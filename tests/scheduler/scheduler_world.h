@@ -4,8 +4,10 @@
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "scheduler/scheduler.h"
@@ -118,5 +120,17 @@ class World {
   std::vector<Request*> requests_;  // That were not taken.
   Coverage coverage_;
 };
+
+// Runs steps one at a time until `sequence` has computed `num_computed` positions.
+void RunUntil(World* world, const Sequence& sequence, int64_t num_computed);
+
+// Sampling that ends at the stop token that is output[last], with a seed for which it is no earlier
+// one.
+SamplingParams StopAt(const SchedulerOptions& options, const std::vector<TokenId>& prompt,
+                      size_t last, const RequestOptions& request = {});
+
+// Calls check(options, depth) for async on and off, pin_prompt on and off, and depths of run-ahead,
+// until something fails.
+void ForEachMode(const std::function<void(const SchedulerOptions& options, size_t depth)>& check);
 
 }  // namespace zipage
