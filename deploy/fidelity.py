@@ -13,8 +13,9 @@ One command, five parts, all of them on this machine's CPU:
  4. The engine answers --free_number questions freely under every setting; counted are lengths and
     repetition loops (a --ngram of tokens that occurs --repeats times or more).
  5. The table.
-Needs Python 3 and the built programs, nothing else. On two busy cores the defaults take about 25 minutes
-with a model of 0.5B parameters.
+Needs Python 3 and the built programs, nothing else. About 25 minutes of CPU time with a model of 0.5B
+parameters, by estimate from a somewhat smaller run; on a machine that is busy with other work that run took
+85 minutes.
 """
 import argparse
 import collections

@@ -64,6 +64,7 @@ struct Sequence {
   BlockTable block_table;
   std::optional<SequenceSlot> sequence_slot;
   std::optional<QuerySlot> query_slot;
+  int64_t num_open_compressions = 0;  // Planned ones that no result has named yet.
   Hold hold = Hold::kNone;
   int64_t num_host_blocks = 0;  // While it is swapped to the host: the blocks of its table.
   bool guaranteed = false;      // Its blocks up to CompressionPlan::MaxBlocks are reserved.

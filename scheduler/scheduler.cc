@@ -239,6 +239,7 @@ bool Scheduler::Compress(Sequence* sequence, StepPlan* plan, bool* preempted) {
   }
   ++counts_.num_compressions;
   open_compressions_.push_back({slot, sequence, sequence->num_slots});
+  ++sequence->num_open_compressions;
   if (compression_.async()) Pause(sequence, Hold::kCompressing, plan);
   return true;
 }
@@ -496,6 +497,7 @@ void Scheduler::StartEpoch() {
       const bool was_in_flight = std::exchange(sequence.num_in_flight, 0) > 0;
       sequence.sequence_slot.reset();
       sequence.query_slot.reset();
+      sequence.num_open_compressions = 0;
       if (sequence.finished()) {
         if (was_in_flight) draining.insert(request.get());
         continue;

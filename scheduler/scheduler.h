@@ -131,7 +131,7 @@ class Scheduler {
   // Nothing to do: Schedule would return nothing, and no result is due.
   bool idle() const {
     return running_.empty() && in_flight_.empty() && released_.empty() &&
-           admission_.Next() == nullptr;
+           open_compressions_.empty() && admission_.Next() == nullptr;
   }
   SchedulerStats stats() const;
   // Of everything in this folder. O(blocks + sequences + their tables).
@@ -199,7 +199,7 @@ class Scheduler {
   void GiveBack(Sequence* sequence);
   void GiveBackBlocks(Sequence* sequence);
   void GiveBackSequenceSlot(Sequence* sequence);
-  void ForgetCompressionsOf(const Sequence* sequence);
+  void ForgetCompressionsOf(Sequence* sequence);
   // The sequence ends with the tokens it has.
   void ForgetSurplus(Sequence* sequence);
   void RemoveFromRunning(Sequence* sequence);
@@ -217,7 +217,7 @@ class Scheduler {
   std::vector<SequenceSlot> free_slots_;
   std::vector<QuerySlot> free_query_slots_;
   int64_t num_used_host_blocks_ = 0;
-  std::vector<OpenCompression> open_compressions_;  // In the order of their plans.
+  std::deque<OpenCompression> open_compressions_;  // In the order of their plans.
   // As of the last Grant, and kept up to date by Admit: blocks reserved for guaranteed sequences,
   // and whether those are all that run.
   int64_t num_reserved_blocks_ = 0;

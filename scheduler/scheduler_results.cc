@@ -6,6 +6,7 @@
 #include <set>
 #include <utility>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_format.h"
 #include "scheduler/scheduler.h"
 
@@ -46,14 +47,11 @@ absl::Status Scheduler::MatchSamples(const StepResult& result, std::vector<Seque
 }
 
 absl::Status Scheduler::MatchCompressions(const StepResult& result) const {
+  if (result.finished_compressions.empty()) return absl::OkStatus();
+  absl::flat_hash_map<SequenceSlot, int> num_open;
+  for (const OpenCompression& open : open_compressions_) ++num_open[open.sequence_slot];
   for (const FinishedCompression& finished : result.finished_compressions) {
-    const auto is_of_slot = [&finished](const auto& compression) {
-      return compression.sequence_slot == finished.sequence_slot;
-    };
-    if (std::ranges::count_if(result.finished_compressions, is_of_slot) <=
-        std::ranges::count_if(open_compressions_, is_of_slot)) {
-      continue;
-    }
+    if (--num_open[finished.sequence_slot] >= 0) continue;
     return absl::InternalError(absl::StrFormat(
         "rank %d finished a compression of sequence slot %d in step %d that was not planned, or "
         "twice: restart the workers",
@@ -72,12 +70,12 @@ void Scheduler::ApplyCompression(const FinishedCompression& finished) {
   sequence->prompt_tokens_kept = finished.prompt_tokens_kept;
   sequence->kept_slots = kept_slots;
   // A sequence that was preempted meanwhile may wait for a later one.
-  const bool is_last =
-      std::ranges::count(open_compressions_, sequence, &OpenCompression::sequence) == 0;
+  const bool is_last = --sequence->num_open_compressions == 0;
   if (is_last && sequence->hold == Hold::kCompressing) sequence->hold = Hold::kCompressed;
 }
 
-void Scheduler::ForgetCompressionsOf(const Sequence* sequence) {
+void Scheduler::ForgetCompressionsOf(Sequence* sequence) {
+  if (std::exchange(sequence->num_open_compressions, 0) == 0) return;
   for (OpenCompression& open : open_compressions_) {
     if (open.sequence == sequence) open.sequence = nullptr;
   }

@@ -9,7 +9,6 @@
 #include <bit>
 #include <cmath>
 #include <limits>
-#include <numeric>
 
 #include "kernels/combine_scores.h"
 #include "kernels/global_scores.h"
@@ -260,17 +259,17 @@ std::vector<float> Tf32RowSums(const GoldenRound& round, const GoldenPools& pool
                                bool lightning) {
   const size_t n = round.RowSlots(row);
   const size_t d = round.head_dim;
-  std::vector<std::vector<float>> unit;
+  std::vector<float> unit(n * d);
   for (size_t j = 0; j < n; ++j) {
-    std::vector<float>& u = unit.emplace_back(d);
+    float* const u = unit.data() + j * d;
     double squares = 0;
     for (size_t i = 0; i < d; ++i) {
       u[i] = pools.keys.Get(round.PoolRow(row, j) * d + i);
       squares += double{u[i]} * u[i];
     }
-    for (float& x : u) {
-      x /= static_cast<float>(std::sqrt(squares));
-      x = std::bit_cast<float>(std::bit_cast<uint32_t>(x) & 0xFFFFE000U);
+    for (size_t i = 0; i < d; ++i) {
+      u[i] /= static_cast<float>(std::sqrt(squares));
+      u[i] = std::bit_cast<float>(std::bit_cast<uint32_t>(u[i]) & 0xFFFFE000U);
     }
   }
   std::vector<float> sums(n);
@@ -281,8 +280,10 @@ std::vector<float> Tf32RowSums(const GoldenRound& round, const GoldenPools& pool
     size_t last = column;
     for (size_t m = begin; m < begin + length; ++m) {
       if (m == column) continue;
-      const float cosine =
-          std::inner_product(unit[m].begin(), unit[m].end(), unit[column].begin(), 0.0F);
+      const float* const a = unit.data() + m * d;
+      const float* const b = unit.data() + column * d;
+      float cosine = 0;
+      for (size_t i = 0; i < d; ++i) cosine += a[i] * b[i];
       sums[m] += cosine;
       if (cosine > 0.5F) {
         last = m;
